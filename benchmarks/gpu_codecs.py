@@ -17,11 +17,11 @@ import torch
 from results import conclude, say
 
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16, Float16
-from closeranks.sync.compress.int8 import Int8
-from closeranks.sync.compress.onebit import OneBit
-from closeranks.sync.compress.powersgd import orthonormal
-from closeranks.sync.compress.topk import TopK
+from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.int8 import Int8Codec
+from closeranks.sync.compress.onebit import OneBitCodec
+from closeranks.sync.compress.powersgd import orthogonalize
+from closeranks.sync.compress.topk import TopKCodec
 
 NUMEL = 1 << 26
 GOAL_GB_S = 25.0
@@ -42,11 +42,11 @@ def seconds(act: Callable[[], Any], repeats: int = 10) -> float:
 def main() -> None:
     rows = torch.randn(2, NUMEL // 2, device="cuda")
     codecs: dict[str, Codec] = {
-        "bf16": BFloat16(),
-        "fp16": Float16(),
-        "int8": Int8(),
-        "onebit": OneBit(),
-        "topk": TopK(0.01),
+        "bf16": BFloat16Codec(),
+        "fp16": Float16Codec(),
+        "int8": Int8Codec(),
+        "onebit": OneBitCodec(),
+        "topk": TopKCodec(0.01),
     }
     figures: dict[str, Any] = {}
     for name, codec in codecs.items():
@@ -66,7 +66,7 @@ def powersgd() -> float:
     m, q = torch.randn(16, 2048, 2048, device="cuda"), torch.randn(16, 2048, 4, device="cuda")
 
     def act() -> torch.Tensor:
-        p = orthonormal(m @ q)
+        p = orthogonalize(m @ q)
         return p @ (p.mT @ m)
 
     return 4e-9 * m.numel() / seconds(act)

@@ -18,8 +18,8 @@ from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.materialise import materialize
-from closeranks.sync.allreduce import AllReduce
-from closeranks.sync.held import hold_whole
+from closeranks.sync.allreduce import AllReduceReducer
+from closeranks.sync.held import local_parameters
 
 SEED, STEPS = 0, 30
 device, group = torch.device("cpu"), RankGroup(rank=0, size=1)
@@ -32,8 +32,8 @@ spec = spec_for(LlamaConfig(preset="tiny", num_layers=2), seq_len=64)
 module = materialize(spec, seed=SEED, device=device, dtype=torch.float32, broadcast=group.broadcast)
 config = OptimConfig(lr=3e-3)
 treatment = freeze(module, config)  # which parameters decay, and which are not trained
-reducer = AllReduce(hold_whole(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
-optimizer = Optimizer(reducer.leaves(), treatment, config, num_steps=STEPS)
+reducer = AllReduceReducer(local_parameters(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
+optimizer = Optimizer(reducer.parameter_shards(), treatment, config, num_steps=STEPS)
 vote = Vote(group, spec.metrics, clip=1.0)
 no_scale = torch.ones(())
 
@@ -50,9 +50,9 @@ for step in range(STEPS):
         loss += part.total.detach()
         weight += part.weight
     reducer.finish()
-    verdict = vote.cast(Ballot(loss, weight, norm_squared(reducer.spoken()), {}), no_scale)
+    verdict = vote.cast(Ballot(loss, weight, norm_squared(reducer.primary_gradients()), {}), no_scale)
     optimizer.step(step, reducer.gradients(), verdict.factor, verdict.taken)
-    reducer.spread()  # where ranks hold shards of the state, the others need what each has updated
+    reducer.gather_parameters()  # where ranks hold shards of the state, the others need what each has updated
     reducer.release()
     if step % 10 == 9:
         print(f"step {step + 1}  loss {verdict.read().loss:.3f}")

@@ -16,7 +16,7 @@ from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import ModuleFacts, choose_fsdp_units, describe_modules, shard_fully
 from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import hold_whole
+from closeranks.sync.held import local_parameters
 from closeranks.testing import run_world
 from tests.sync.strategies import traffic
 
@@ -133,7 +133,7 @@ def gathered(precision: str, prefetch: int, overlap: bool) -> tuple[list[tuple[s
     mesh = mesh_of_all()
     shard_fully(module, BLOCKS, mesh, precision=choice, hold="shards", prefetch=prefetch, overlap=overlap)
     group = RankGroup(dist.get_rank(), dist.get_world_size(), mesh.get_group())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="shards")
+    reducer = FullyShardedReducer(local_parameters(module), [module], group, RankGroup(0, 1), hold="shards")
     tokens = torch.arange(8).view(2, 4)
     with traffic() as sent:
         with choice.context(torch.device("cpu")):
@@ -188,15 +188,15 @@ def from_meta() -> bool:
     torch.manual_seed(0)
     whole = Stack().double()
     values = dict(whole.named_parameters())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="shards")
-    for leaf in reducer.leaves():
+    reducer = FullyShardedReducer(local_parameters(module), [module], group, RankGroup(0, 1), hold="shards")
+    for leaf in reducer.parameter_shards():
         start, size = leaf.piece.start[0], leaf.piece.size[0]
         leaf.tensor.copy_(values[leaf.piece.name].detach()[start : start + size])
     tokens = torch.arange(6).view(2, 3)
     same = torch.equal(module(tokens), whole(tokens))
-    for leaf in reducer.leaves():  # an update after the weights were gathered
+    for leaf in reducer.parameter_shards():  # an update after the weights were gathered
         leaf.tensor.mul_(0.5)
-    reducer.spread()
+    reducer.gather_parameters()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.mul_(0.5)
@@ -217,11 +217,11 @@ def odd_parameters() -> list[Any]:
     module.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     units = shard_fully(module, (), mesh, precision=Precision("float32"), hold="step", prefetch=0)
     group = RankGroup(dist.get_rank(), dist.get_world_size(), mesh.get_group())
-    reducer = FullyShardedReducer(hold_whole(module), [module], group, RankGroup(0, 1), hold="step")
+    reducer = FullyShardedReducer(local_parameters(module), [module], group, RankGroup(0, 1), hold="step")
     reducer.begin_backward(is_last=True)
     (module(torch.ones(1, 2, 4, 4)).sum() * module.scale * 0.0 + module.scale).backward()
     reducer.finish()
-    scale = next(leaf for leaf in reducer.leaves() if leaf.piece.name == "scale")
+    scale = next(leaf for leaf in reducer.parameter_shards() if leaf.piece.name == "scale")
     return [units, scale.tensor.grad.item(), scale.is_primary]
 
 

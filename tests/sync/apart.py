@@ -25,7 +25,7 @@ from closeranks.run.context import batch_schedule
 from closeranks.run.job import Job, load_job
 from closeranks.run.loop import run_session
 from closeranks.run.saved import MODEL
-from closeranks.sync.rounds import part
+from closeranks.sync.rounds import assign_fragments
 
 Tables = dict[str, dict[str, Any]]
 TABLES: Tables = {
@@ -95,7 +95,7 @@ def by_hand(job: Job, num_replicas: int, num_ranks: int) -> tuple[list[float], d
         )
         replicas.append(Replica(module, rule))
     names = dict(replicas[0].module.named_parameters())
-    fragment_of = part({name: p.numel() for name, p in names.items()}, spec.blocks, local.fragments)
+    fragment_of = assign_fragments({name: p.numel() for name, p in names.items()}, spec.blocks, local.fragments)
     anchor = {name: p.detach().clone() for name, p in names.items()}
     momentum = {name: torch.zeros_like(p) for name, p in anchor.items()}
     losses = []

@@ -20,11 +20,11 @@ from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import shard_fully
-from closeranks.sync.allreduce import AllReduce
+from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import hold_whole
+from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ShardedReducer
-from closeranks.sync.ways import WayMaker
+from closeranks.sync.ways import ReductionFactory
 
 CONFIG = OptimConfig(lr=0.03, weight_decay=0.2, schedule=ScheduleConfig(name="constant", warmup=0))
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
@@ -107,7 +107,7 @@ def make(
     replica: RankGroup,
     mesh: Any,
     partial: dict[str, Any] | None = None,
-    ways: Callable[[RankGroup], WayMaker] | None = None,
+    ways: Callable[[RankGroup], ReductionFactory] | None = None,
 ) -> Reducer:
     """``partial``: further groups of some parameters, by name; ``ways``: how buckets are summed, of the group that is
     asked for it."""
@@ -116,7 +116,7 @@ def make(
         precision = Precision("float64")
         mesh = mesh["shard"] if ways is not None and replica.size > 1 else mesh
         shard_fully(module, BLOCKS, mesh, precision=precision, hold=strategy.hold, prefetch=1, overlap=strategy.overlap)
-    held = [replace(one, partial_over=(partial or {}).get(one.piece.name, ())) for one in hold_whole(module)]
+    held = [replace(one, partial_over=(partial or {}).get(one.piece.name, ())) for one in local_parameters(module)]
     if strategy.zero == 3:
         over = replica if replica.size > 1 else shard
         made = ways(over) if ways is not None else None
@@ -127,7 +127,7 @@ def make(
             replica.rank * shard.size + shard.rank, size, shard.process_group if replica.size == 1 else None
         )
         made = ways(data) if ways is not None else None
-        return AllReduce(held, data, overlap=strategy.overlap, ways=made, **caps)
+        return AllReduceReducer(held, data, overlap=strategy.overlap, ways=made, **caps)
     caps["ways"] = ways(replica if replica.size > 1 else shard) if ways is not None else None
     keys: dict[str, Any] = {"zero": strategy.zero, "hold": strategy.hold, "overlap": strategy.overlap}
     return ShardedReducer(held, shard, replica, **keys, **caps)

@@ -7,8 +7,8 @@ from torch import nn
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel.group import RankGroup
-from closeranks.sync.allreduce import AllReduce
-from closeranks.sync.held import hold_whole
+from closeranks.sync.allreduce import AllReduceReducer
+from closeranks.sync.held import local_parameters
 from closeranks.testing import run_world
 
 
@@ -35,7 +35,7 @@ def reference(batches: list[int]) -> list[torch.Tensor]:
 def reduced(assignment: list[list[int]], cap_bytes: int) -> list[torch.Tensor]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     module = build()
-    reducer = AllReduce(hold_whole(module), group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
+    reducer = AllReduceReducer(local_parameters(module), group, bucket_bytes=cap_bytes, first_bucket_bytes=cap_bytes)
     mine = assignment[group.rank]
     for _ in range(2):  # a second step must not see anything of the first
         for number, index in enumerate(mine):
@@ -68,7 +68,7 @@ def unused_branch() -> list[list[float]]:
     with torch.no_grad():
         for p in layers.parameters():
             p.fill_(1.0)
-    reducer = AllReduce(hold_whole(layers), group, bucket_bytes=1, first_bucket_bytes=1)
+    reducer = AllReduceReducer(local_parameters(layers), group, bucket_bytes=1, first_bucket_bytes=1)
     reducer.begin_backward(is_last=True)
     used = layers[0] if group.rank == 0 else layers[1]
     used(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
@@ -92,7 +92,9 @@ def collectives_per_step(num_micro_batches: int) -> tuple[int, int]:
 
     dist.all_reduce = counting
     module = build()
-    reducer = AllReduce(hold_whole(module), RankGroup(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300)
+    reducer = AllReduceReducer(
+        local_parameters(module), RankGroup(dist.get_rank(), 2), bucket_bytes=300, first_bucket_bytes=300
+    )
     for number in range(num_micro_batches):
         reducer.begin_backward(is_last=number == num_micro_batches - 1)
         module(batch(number)).square().sum().backward()
@@ -116,7 +118,7 @@ def sent_without_overlap() -> tuple[int, int]:
     original = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (sent.append(args[0]), original(*args, **kwargs))[1]
     module, group = build(), RankGroup(dist.get_rank(), 2)
-    reducer = AllReduce(hold_whole(module), group, bucket_bytes=300, first_bucket_bytes=300, overlap=False)
+    reducer = AllReduceReducer(local_parameters(module), group, bucket_bytes=300, first_bucket_bytes=300, overlap=False)
     reducer.begin_backward(is_last=True)
     module(batch(0)).square().sum().backward()
     reducer.end_backward()
@@ -134,12 +136,12 @@ def test_without_overlap_everything_leaves_at_the_end() -> None:
 
 def test_one_rank_leaves_gradients_where_autograd_put_them() -> None:
     module = build()
-    reducer = AllReduce(hold_whole(module), RankGroup(0, 1), bucket_bytes=1, first_bucket_bytes=1)
+    reducer = AllReduceReducer(local_parameters(module), RankGroup(0, 1), bucket_bytes=1, first_bucket_bytes=1)
     reducer.begin_backward(is_last=True)
     module(batch(0)).square().sum().backward()
     places = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
     reducer.finish()
-    assert places == [g.data_ptr() for g in reducer.gradients()] == [g.data_ptr() for g in reducer.spoken()]
+    assert places == [g.data_ptr() for g in reducer.gradients()] == [g.data_ptr() for g in reducer.primary_gradients()]
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters()), "nothing is called in backward"
 
 
@@ -149,7 +151,7 @@ def odd_layouts() -> bool:
     module = nn.Module()
     module.a = nn.Parameter(torch.zeros(3, 5).t())
     module.b = nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
-    reducer = AllReduce(hold_whole(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    reducer = AllReduceReducer(local_parameters(module), group, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
     reducer.begin_backward(is_last=True)
     weights = torch.arange(15.0).view(5, 3), torch.arange(96.0).view(2, 3, 4, 4)
     sum((p * w).sum() for p, w in zip(module.parameters(), weights, strict=True)).backward()
@@ -169,7 +171,9 @@ def twice_in_one_backward() -> str:
     from torch.utils.checkpoint import checkpoint
 
     layer = nn.Linear(4, 4)
-    reducer = AllReduce(hold_whole(layer), RankGroup(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1)
+    reducer = AllReduceReducer(
+        local_parameters(layer), RankGroup(dist.get_rank(), 2), bucket_bytes=1, first_bucket_bytes=1
+    )
     reducer.begin_backward(is_last=True)
     x = torch.ones(2, 4, requires_grad=True)
     try:

@@ -7,11 +7,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.buckets import Bucket, Member, plan_buckets
+from closeranks.sync.buckets import BucketMember, GradientBucket, plan_buckets
 
 rows = st.lists(
     st.builds(
-        lambda numel, dtype, stage, is_spoken, partial_over, row, is_exact: Member(
+        lambda numel, dtype, stage, is_spoken, partial_over, row, is_exact: BucketMember(
             "", numel * row, *dtype, stage, is_spoken, partial_over, row, is_exact
         ),
         st.integers(1, 5000),
@@ -27,23 +27,27 @@ rows = st.lists(
 caps = st.integers(1, 20_000)
 
 
-def named(members: list[Member]) -> list[Member]:
+def named(members: list[BucketMember]) -> list[BucketMember]:
     fields = ("numel", "dtype", "element_bytes", "stage", "is_spoken", "partial_over", "row", "is_exact")
-    return [Member(f"p{i:02d}", *(getattr(member, field) for field in fields)) for i, member in enumerate(members)]
+    return [
+        BucketMember(f"p{i:02d}", *(getattr(member, field) for field in fields)) for i, member in enumerate(members)
+    ]
 
 
 @given(rows, caps, caps)
-def test_every_parameter_travels_exactly_once(members: list[Member], cap: int, first_cap: int) -> None:
+def test_every_parameter_travels_exactly_once(members: list[BucketMember], cap: int, first_cap: int) -> None:
     plan = plan_buckets(named(members), cap_bytes=cap, first_cap_bytes=first_cap)
     assert sorted(number for bucket in plan for number in bucket.members) == list(range(len(members)))
 
 
 @given(rows, caps, st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 16]))
-def test_members_are_alike_and_have_their_places(members: list[Member], cap: int, shards: int, align: int) -> None:
+def test_members_are_alike_and_have_their_places(
+    members: list[BucketMember], cap: int, shards: int, align: int
+) -> None:
     plan = plan_buckets(named(members), cap_bytes=cap, first_cap_bytes=cap, num_shards=shards, align_bytes=align)
     for bucket in plan:
         inside = [members[number] for number in bucket.members]
-        kind = (bucket.dtype, bucket.is_spoken, bucket.partial_over, bucket.stage, bucket.is_exact)
+        kind = (bucket.dtype, bucket.is_primary, bucket.partial_over, bucket.stage, bucket.is_exact)
         assert {m.kind for m in inside} == {kind}
         assert len(inside) == 1 or sum(m.num_bytes for m in inside) <= cap
         step = max(align // inside[0].element_bytes, 1)
@@ -58,14 +62,14 @@ def test_members_are_alike_and_have_their_places(members: list[Member], cap: int
 
 
 @given(rows, caps)
-def test_buckets_leave_as_backward_fills_them(members: list[Member], cap: int) -> None:
+def test_buckets_leave_as_backward_fills_them(members: list[BucketMember], cap: int) -> None:
     plan = plan_buckets(named(members), cap_bytes=cap, first_cap_bytes=cap)
     for before, after in pairwise(plan):
         assert (before.stage, min(before.members)) > (after.stage, min(after.members)), "last stage, then last filled"
 
 
 @given(rows, caps)
-def test_the_plan_does_not_depend_on_the_number_of_shards(members: list[Member], cap: int) -> None:
+def test_the_plan_does_not_depend_on_the_number_of_shards(members: list[BucketMember], cap: int) -> None:
     plans = {
         tuple(
             (b.members, b.offsets)
@@ -76,7 +80,7 @@ def test_the_plan_does_not_depend_on_the_number_of_shards(members: list[Member],
     assert len(plans) == 1
 
 
-def kept(plan: tuple[Bucket, ...], members: list[Member]) -> list[object]:
+def kept(plan: tuple[GradientBucket, ...], members: list[BucketMember]) -> list[object]:
     """Which names lie where, in the buckets that are summed over the group 0."""
     return [
         ([members[number].name for number in bucket.members], bucket.offsets, bucket.numel)
@@ -87,12 +91,12 @@ def kept(plan: tuple[Bucket, ...], members: list[Member]) -> list[object]:
 
 @given(rows, rows, st.lists(st.integers(1, 500), min_size=1, max_size=6), caps, caps, st.data())
 def test_what_two_stages_share_lies_at_the_same_place_on_both(
-    one: list[Member], other: list[Member], shared: list[int], cap: int, first_cap: int, data: st.DataObject
+    one: list[BucketMember], other: list[BucketMember], shared: list[int], cap: int, first_cap: int, data: st.DataObject
 ) -> None:
     plans = []
     for stage, own in ((0, one), (3, other)):
         tied = [
-            Member(f"tied{i}", numel, "float32", 4, stage, stage == 0, partial_over=(0,))
+            BucketMember(f"tied{i}", numel, "float32", 4, stage, stage == 0, partial_over=(0,))
             for i, numel in enumerate(shared)
         ]
         rest = [member for member in named(own) if member.partial_over != (0,)]
@@ -103,13 +107,13 @@ def test_what_two_stages_share_lies_at_the_same_place_on_both(
 
 
 def test_last_parameters_leave_first() -> None:
-    members = [Member(name, 10, "float32", 4) for name in "abcd"]
+    members = [BucketMember(name, 10, "float32", 4) for name in "abcd"]
     plan = plan_buckets(members, cap_bytes=80, first_cap_bytes=40)
     assert [bucket.members for bucket in plan] == [(3,), (2, 1), (0,)]
 
 
 def test_the_first_bucket_of_each_stage_is_small() -> None:
-    members = [Member(name, 10, "float32", 4, stage) for stage, name in ((0, "a"), (0, "b"), (2, "c"), (2, "d"))]
+    members = [BucketMember(name, 10, "float32", 4, stage) for stage, name in ((0, "a"), (0, "b"), (2, "c"), (2, "d"))]
     plan = plan_buckets(members, cap_bytes=80, first_cap_bytes=40)
     assert [bucket.members for bucket in plan] == [(3,), (2,), (1,), (0,)]
 
@@ -117,7 +121,7 @@ def test_the_first_bucket_of_each_stage_is_small() -> None:
 def test_norms_of_all_blocks_hold_nobody_back() -> None:
     """Summed over a further group they travel together, which they can only when the first block is done."""
     members = [
-        Member(f"{block}.{kind}", 10, "float32", 4, partial_over=(0,) if kind == "norm" else ())
+        BucketMember(f"{block}.{kind}", 10, "float32", 4, partial_over=(0,) if kind == "norm" else ())
         for block in range(3)
         for kind in ("norm", "weight")
     ]

@@ -16,9 +16,9 @@ from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.group import RankGroup
-from closeranks.sync.allreduce import AllReduce
-from closeranks.sync.held import hold_whole
-from closeranks.sync.shards import ALIGN_BYTES, NUM_UNDER_WAY, ShardedReducer
+from closeranks.sync.allreduce import AllReduceReducer
+from closeranks.sync.held import local_parameters
+from closeranks.sync.shards import ALIGN_BYTES, NUM_IN_FLIGHT, ShardedReducer
 from closeranks.testing import run_world
 from tests.sync.strategies import (
     CONFIG,
@@ -302,7 +302,7 @@ def two_stages(kind: str) -> dict[str, Any]:
     caps = {"bucket_bytes": 1 << 10, "first_bucket_bytes": 1 << 10}
     zero = int(kind[0])
     if zero == 0:
-        reducer: Any = AllReduce(held, group, **caps)
+        reducer: Any = AllReduceReducer(held, group, **caps)
     else:
         reducer = ShardedReducer(held, group, RankGroup(0, 1), zero=zero, hold=kind[1:], **caps)
     for stage, micro in ((1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)):
@@ -334,7 +334,13 @@ def held_between_micro_batches() -> list[tuple[int, int]]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     reducer = ShardedReducer(
-        hold_whole(module), group, RankGroup(0, 1), zero=2, hold="shards", bucket_bytes=1024, first_bucket_bytes=1024
+        local_parameters(module),
+        group,
+        RankGroup(0, 1),
+        zero=2,
+        hold="shards",
+        bucket_bytes=1024,
+        first_bucket_bytes=1024,
     )
     seen = []
     for number in range(3):
@@ -350,4 +356,4 @@ def held_between_micro_batches() -> list[tuple[int, int]]:
 
 def test_zero_2_holds_shards_and_what_is_under_way() -> None:
     for rank in run_world(held_between_micro_batches, 2):
-        assert all(left == 0 and travelling <= NUM_UNDER_WAY * 1024 for left, travelling in rank), rank
+        assert all(left == 0 and travelling <= NUM_IN_FLIGHT * 1024 for left, travelling in rank), rank

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from closeranks.sync.drift import NUM_LASTING, NUM_USUAL, Drift, of_sums
+from closeranks.sync.drift import NUM_LASTING, NUM_USUAL, CompressionDrift, error_and_cosine
 
 
 def told(values: list[tuple[float, float]]) -> list[int]:
-    drift = Drift()
-    return [number for number, value in enumerate(values) if drift.note(*value)]
+    drift = CompressionDrift()
+    return [number for number, value in enumerate(values) if drift.observe(*value)]
 
 
 def test_what_was_always_lost_is_no_alarm() -> None:
@@ -35,10 +35,10 @@ def test_steps_that_were_not_finite_say_nothing() -> None:
 
 
 def test_figures_of_sums() -> None:
-    assert of_sums([0.25, 1.0, 1.0, 0.5]) == (0.5, 0.5)
-    assert of_sums([0.0, 0.0, 0.0, 0.0]) == (0.0, 1.0)
-    assert of_sums([1.0, 0.0, 1.0, 0.0])[0] == math.inf
-    assert of_sums([1.0, 1.0, 0.0, 0.0]) == (1.0, 0.0)
-    error, cosine = of_sums([4.0, 16.0, 9.0, 12.0])
+    assert error_and_cosine([0.25, 1.0, 1.0, 0.5]) == (0.5, 0.5)
+    assert error_and_cosine([0.0, 0.0, 0.0, 0.0]) == (0.0, 1.0)
+    assert error_and_cosine([1.0, 0.0, 1.0, 0.0])[0] == math.inf
+    assert error_and_cosine([1.0, 1.0, 0.0, 0.0]) == (1.0, 0.0)
+    error, cosine = error_and_cosine([4.0, 16.0, 9.0, 12.0])
     assert error == pytest.approx(0.5)
     assert cosine == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.journeys import Convoy, Journey, travel
+from closeranks.sync.journeys import AsyncReduction, InFlightReductions, run_reduction
 
 
 class Leg:
@@ -18,7 +18,7 @@ class Leg:
         self._log.append(f"wait {self._name}")
 
 
-def journey(log: list[str], name: str, num_legs: int) -> Journey:
+def journey(log: list[str], name: str, num_legs: int) -> AsyncReduction:
     for leg in range(num_legs):
         log.append(f"start {name}{leg}")
         yield Leg(log, f"{name}{leg}")  # type: ignore[misc]
@@ -27,17 +27,17 @@ def journey(log: list[str], name: str, num_legs: int) -> Journey:
 
 def test_a_bucket_that_leaves_moves_those_before_it_by_one_leg() -> None:
     log: list[str] = []
-    convoy = Convoy()
+    convoy = InFlightReductions()
     for name in "abc":
         convoy.add(journey(log, name, 2), 2)
     assert log == ["start a0", "start b0", "wait a0", "start a1", "start c0", "wait b0", "start b1"]
-    convoy.finish()
+    convoy.wait_all()
     assert log[7:] == ["wait a1", "arrive a", "wait b1", "arrive b", "wait c0", "start c1", "wait c1", "arrive c"]
 
 
 def test_nobody_waits_for_the_last_leg_of_another() -> None:
     log: list[str] = []
-    convoy = Convoy()
+    convoy = InFlightReductions()
     for name in "abc":
         convoy.add(journey(log, name, 1), 1)
     assert log == ["start a0", "start b0", "start c0"]
@@ -46,12 +46,12 @@ def test_nobody_waits_for_the_last_leg_of_another() -> None:
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 3))
 def test_all_arrive_and_the_oldest_first_when_it_is_shortened(legs: list[int], left: int) -> None:
     log: list[str] = []
-    convoy = Convoy()
+    convoy = InFlightReductions()
     for number, num_legs in enumerate(legs):
         convoy.add(journey(log, f"j{number}.", num_legs), max(1, num_legs))
-        convoy.shorten(left)
+        convoy.wait_until(left)
         assert len(convoy) <= left
-    convoy.finish()
+    convoy.wait_all()
     assert len(convoy) == 0
     assert sorted(line for line in log if line.startswith("arrive")) == sorted(
         f"arrive j{number}." for number in range(len(legs))
@@ -63,5 +63,5 @@ def test_all_arrive_and_the_oldest_first_when_it_is_shortened(legs: list[int], l
 
 def test_the_whole_way_at_once() -> None:
     log: list[str] = []
-    travel(journey(log, "a", 2))
+    run_reduction(journey(log, "a", 2))
     assert log == ["start a0", "wait a0", "start a1", "wait a1", "arrive a"]

@@ -18,7 +18,7 @@ from closeranks.parallel.group import RankGroup
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.zero import _NarrowGather, shard_fully
 from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import hold_whole
+from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ShardedReducer
 from tests.sync.strategies import CONFIG
 
@@ -45,9 +45,9 @@ def build() -> nn.Module:
 def reducer_of(zero: int, hold: str, module: nn.Module, mesh: Any, precision: Precision) -> Any:
     if zero == 3:
         shard_fully(module, BLOCKS, mesh, precision=precision, hold=hold, prefetch=1)
-        return FullyShardedReducer(hold_whole(module), [module], ALONE, ALONE, hold=hold)
+        return FullyShardedReducer(local_parameters(module), [module], ALONE, ALONE, hold=hold)
     caps = {"bucket_bytes": 1 << 14, "first_bucket_bytes": 1 << 12}
-    return ShardedReducer(hold_whole(module), ALONE, ALONE, zero=zero, hold=hold, **caps)
+    return ShardedReducer(local_parameters(module), ALONE, ALONE, zero=zero, hold=hold, **caps)
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from closeranks.sync.partial import Part, sum_parts
+from closeranks.sync.partial import PartialGradient, sum_partial_gradients
 from closeranks.testing import run_world
 
 
@@ -15,8 +15,8 @@ def summed(is_mirrored: bool) -> list[float]:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]) for _ in range(3)]
     gradients = [torch.full((number + 1,), 10.0**number * (rank + 1)) for number in range(3)]
-    parts = [Part(gradient, (group,)) for gradient, group in zip(gradients, groups, strict=True)]
-    sum_parts(parts[::-1] if is_mirrored and rank else parts)
+    parts = [PartialGradient(gradient, (group,)) for gradient, group in zip(gradients, groups, strict=True)]
+    sum_partial_gradients(parts[::-1] if is_mirrored and rank else parts)
     return [gradient.mean().item() for gradient in gradients]
 
 
@@ -29,8 +29,8 @@ def test_ranks_may_hold_what_they_share_in_any_order(is_mirrored: bool) -> None:
 def of_two_formats() -> tuple[float, float]:
     rank = dist.get_rank()
     wide, narrow = torch.full((2,), 1.0 + rank, dtype=torch.float64), torch.full((3,), 5.0 + rank)
-    parts = [Part(wide, (None,)), Part(narrow, (None,))]
-    sum_parts(parts[::-1] if rank else parts)
+    parts = [PartialGradient(wide, (None,)), PartialGradient(narrow, (None,))]
+    sum_partial_gradients(parts[::-1] if rank else parts)
     return wide.mean().item(), narrow.mean().item()
 
 

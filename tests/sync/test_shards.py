@@ -9,7 +9,7 @@ from torch import nn
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel.group import RankGroup
-from closeranks.sync.held import hold_whole
+from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ALIGN_BYTES, ShardedReducer
 from closeranks.testing import run_world
 from tests.sync.strategies import Pieces, assembled, pieces
@@ -31,7 +31,7 @@ def odd_orders() -> nn.Module:
 def shares(zero: int, hold: str) -> tuple[Pieces, Pieces, list[bool]]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     module, before = odd_orders(), odd_orders()
-    reducer = ShardedReducer(hold_whole(module), group, RankGroup(0, 1), zero=zero, hold=hold, **CAPS)
+    reducer = ShardedReducer(local_parameters(module), group, RankGroup(0, 1), zero=zero, hold=hold, **CAPS)
     kept = [
         torch.equal(p, q) and p.stride() == q.stride() and p.data_ptr() % ALIGN_BYTES == q.data_ptr() % ALIGN_BYTES
         for p, q in zip(module.parameters(), before.parameters(), strict=True)
@@ -41,11 +41,11 @@ def shares(zero: int, hold: str) -> tuple[Pieces, Pieces, list[bool]]:
     reducer.end_backward()
     reducer.finish()
     weights, gradients = pieces(reducer, "weights"), pieces(reducer, "gradients")
-    for leaf in reducer.leaves():
+    for leaf in reducer.parameter_shards():
         assert leaf.tensor.grad is not None
         assert leaf.tensor.grad.stride() == leaf.tensor.stride(), "fused kernels walk both in memory order"
         leaf.tensor.mul_(2.0)
-    reducer.spread()
+    reducer.gather_parameters()
     kept += [torch.equal(p, 2 * q) for p, q in zip(module.parameters(), before.parameters(), strict=True)]
     return weights, gradients, kept
 
@@ -69,23 +69,23 @@ def test_a_group_of_one_communicates_with_nobody() -> None:
     """No process group exists here: any collective would raise."""
     module = nn.Linear(3, 2)
     alone = RankGroup(0, 1)
-    reducer = ShardedReducer(hold_whole(module), alone, alone, zero=2, hold="shards", **CAPS)
+    reducer = ShardedReducer(local_parameters(module), alone, alone, zero=2, hold="shards", **CAPS)
     for number in range(2):
         reducer.begin_backward(is_last=number == 1)
         module(torch.ones(1, 3)).sum().backward()
         reducer.end_backward()
     reducer.finish()
-    assert all((leaf.tensor.grad == 2.0).all() for leaf in reducer.leaves())
-    reducer.spread()
+    assert all((leaf.tensor.grad == 2.0).all() for leaf in reducer.parameter_shards())
+    reducer.gather_parameters()
     reducer.release()
     reducer.finish()  # a step without a micro-batch
-    assert all((leaf.tensor.grad == 0.0).all() for leaf in reducer.leaves())
+    assert all((leaf.tensor.grad == 0.0).all() for leaf in reducer.parameter_shards())
 
 
 @pytest.mark.parametrize("hold", ["step", "shards"])
 def test_a_second_gradient_in_one_backward_is_refused(hold: str) -> None:
     layer, alone = nn.Linear(4, 4), RankGroup(0, 1)
-    reducer = ShardedReducer(hold_whole(layer), alone, alone, zero=2, hold=hold, **CAPS)
+    reducer = ShardedReducer(local_parameters(layer), alone, alone, zero=2, hold=hold, **CAPS)
     reducer.begin_backward(is_last=True)
     layer(torch.ones(1, 4)).sum().backward()
     with pytest.raises(ModelError, match="use_reentrant=False"):
@@ -96,7 +96,7 @@ def test_frozen_parameters_stay_where_they_are() -> None:
     module, alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), RankGroup(0, 1)
     module[0].requires_grad_(False)
     before = [p.data_ptr() for p in module.parameters()]
-    reducer = ShardedReducer(hold_whole(module), alone, alone, zero=1, hold="step", **CAPS)
+    reducer = ShardedReducer(local_parameters(module), alone, alone, zero=1, hold="step", **CAPS)
     after = [p.data_ptr() for p in module.parameters()]
     assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, False]
-    assert {leaf.piece.name for leaf in reducer.leaves()} == {"1.weight", "1.bias"}
+    assert {leaf.piece.name for leaf in reducer.parameter_shards()} == {"1.weight", "1.bias"}

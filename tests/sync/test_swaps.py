@@ -31,7 +31,7 @@ def exchange(piece_bytes: int) -> bool:
     arriving = torch.zeros(SIZE - 1, LENGTH, dtype=torch.uint8)
     outgoing = torch.stack([message(rank, peer) for peer in others])
     gathered = torch.zeros(SIZE, LENGTH, dtype=torch.uint8)
-    under_way = [swaps.swap(arriving, outgoing, group), swaps.gather(gathered, message(rank, rank), group)]
+    under_way = [swaps.all_to_all(arriving, outgoing, group), swaps.all_gather(gathered, message(rank, rank), group)]
     for one in under_way:
         one.wait()
     is_swapped = all(torch.equal(row, message(peer, rank)) for row, peer in zip(arriving, others, strict=True))

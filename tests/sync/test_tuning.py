@@ -19,14 +19,14 @@ from closeranks.sync.config import SyncConfig
 from closeranks.sync.tuning import (
     NUM_REPS,
     SIZES,
-    Sample,
-    Tuned,
-    Work,
+    AllReduceSample,
+    BackwardWork,
+    BucketTuning,
     backward_s,
     expected_s,
-    link_of,
-    sampled,
-    tune,
+    fit_link,
+    sample_sizes,
+    tune_bucket_size,
 )
 from closeranks.testing import run_world
 
@@ -45,14 +45,14 @@ def ring_s(num_ranks: int, link: Link, num_bytes: int) -> float:
 @given(ranks, st.floats(1e-6, 1e-2), st.floats(1e6, 1e11), st.integers(2, 4))
 def test_a_ring_that_keeps_to_the_model_tells_its_link(p: int, latency_s: float, rate: float, num_sizes: int) -> None:
     link = Link(latency_s, rate)
-    found = link_of([Sample(size, ring_s(p, link, size)) for size in SIZES[:num_sizes]], p)
+    found = fit_link([AllReduceSample(size, ring_s(p, link, size)) for size in SIZES[:num_sizes]], p)
     times = [ring_s(p, found, size) for size in SIZES[:num_sizes]]
     assert times == pytest.approx([ring_s(p, link, size) for size in SIZES[:num_sizes]], rel=1e-4)
 
 
 @given(st.lists(st.floats(0, 10), min_size=2, max_size=4))
 def test_whatever_was_measured_is_a_link(seconds: list[float]) -> None:
-    found = link_of([Sample(size, one) for size, one in zip(SIZES, seconds, strict=False)], 3)
+    found = fit_link([AllReduceSample(size, one) for size, one in zip(SIZES, seconds, strict=False)], 3)
     assert found.latency_s > 0
     assert found.bytes_per_s > 0
     assert best_bucket_bytes(50 * MIB, 0.1, NetworkModel.flat(3, found)) in range(256 << 10, (64 << 20) + 1)
@@ -60,8 +60,8 @@ def test_whatever_was_measured_is_a_link(seconds: list[float]) -> None:
 
 def test_a_little_noise_moves_the_figures_a_little() -> None:
     link, factors = Link(2e-4, 3e8), (1.1, 0.93, 1.05, 0.97)
-    noisy = [Sample(size, factor * ring_s(4, link, size)) for size, factor in zip(SIZES, factors, strict=True)]
-    found = link_of(noisy, 4)
+    noisy = [AllReduceSample(size, factor * ring_s(4, link, size)) for size, factor in zip(SIZES, factors, strict=True)]
+    found = fit_link(noisy, 4)
     assert found.latency_s == pytest.approx(link.latency_s, rel=0.15)
     assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.15)
 
@@ -88,15 +88,19 @@ def test_sizes_grow_as_far_as_the_link_is_fast(link: Link, num_ranks: int, num_s
         asked.append(num_bytes)
         return ring_s(num_ranks, link, num_bytes)
 
-    samples = sampled(seconds_of)
+    samples = sample_sizes(seconds_of)
     assert asked == list(SIZES[:num_sizes])
     assert NUM_REPS * sum(one.seconds for one in samples) < most_s
 
 
 def test_what_is_expected_is_on_the_line_through_the_last_two() -> None:
-    assert expected_s([], 1000) == expected_s([Sample(10, 3.0)], 1000) == 0.0
-    assert expected_s([Sample(1, 9.0), Sample(10, 3.0), Sample(20, 4.0)], 100) == pytest.approx(12.0)
-    assert expected_s([Sample(10, 3.0), Sample(20, 2.0)], 100) == 2.0, "a larger one is not expected to be quicker"
+    assert expected_s([], 1000) == expected_s([AllReduceSample(10, 3.0)], 1000) == 0.0
+    assert expected_s(
+        [AllReduceSample(1, 9.0), AllReduceSample(10, 3.0), AllReduceSample(20, 4.0)], 100
+    ) == pytest.approx(12.0)
+    assert expected_s([AllReduceSample(10, 3.0), AllReduceSample(20, 2.0)], 100) == 2.0, (
+        "a larger one is not expected to be quicker"
+    )
 
 
 @pytest.mark.parametrize(("flops", "speed", "seconds"), [(3e9, 1e9, 2.0), (0.0, 1e9, 0.0), (3e9, 0.0, 0.0)])
@@ -133,7 +137,7 @@ def test_any_other_word_or_size_is_refused_in_one_sentence(said: str) -> None:
 # --- the real thing
 
 
-def tuned(num_data: int) -> Tuned:
+def tuned(num_data: int) -> BucketTuning:
     """In data groups of so many ranks, of which each has other work."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = RankGroup(rank, size)
@@ -143,7 +147,7 @@ def tuned(num_data: int) -> Tuned:
         data = RankGroup(rank - first, num_data, group) if first <= rank < first + num_data else data
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    found = tune(data, world, torch.device("cpu"), Work((rank + 1) * 20 * MIB, 0.05 * rank))
+    found = tune_bucket_size(data, world, torch.device("cpu"), BackwardWork((rank + 1) * 20 * MIB, 0.05 * rank))
     assert torch.equal(torch.get_rng_state(), before)
     return found
 

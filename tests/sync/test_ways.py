@@ -16,12 +16,12 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.optim.norms import norm_squared
 from closeranks.parallel.group import RankGroup
-from closeranks.sync.compress.build import CODECS, compressed_ways
-from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.compress.build import CODECS, compressed_reductions
+from closeranks.sync.compress.compressed import CompressionSchedule
 from closeranks.sync.config import CompressConfig
 from closeranks.sync.memory import FACTOR, OWED, RESIDUAL
-from closeranks.sync.places import Load
-from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.ways import FlatReduction, HierarchicalReduction, ReductionFactory, plain_reductions
 from closeranks.testing import run_world
 from tests.sync.compress.names import COMPRESSORS as NAMES
 from tests.sync.strategies import (
@@ -51,8 +51,8 @@ def config(name: str, **more: object) -> CompressConfig:
     return CompressConfig.model_validate({"name": name, "ratio": 0.1, "rank": 1, **more})
 
 
-def ways_of(name: str, group: RankGroup, *, scatters: bool, plan: Plan) -> WayMaker:
-    return compressed_ways(config(name), group, plan, scatters=scatters)
+def ways_of(name: str, group: RankGroup, *, scatters: bool, plan: CompressionSchedule) -> ReductionFactory:
+    return compressed_reductions(config(name), group, plan, scatters=scatters)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def remembered(reducer: Reducer, kind: str) -> Pieces:
 def observe(strategy: Strategy, name: str, num_replicas: int) -> Course:
     module = build()
     scatters = strategy.zero > 0 and num_replicas == 1
-    plan = Plan(num_warmup=NUM_WARMUP, sample_every=2)
+    plan = CompressionSchedule(num_warmup=NUM_WARMUP, sample_every=2)
     shard, replica, mesh = groups(num_replicas)
     reducer = make(
         strategy, module, shard, replica, mesh, ways=lambda over: ways_of(name, over, scatters=scatters, plan=plan)
@@ -221,22 +221,22 @@ def large(name: str, num_steps: int) -> tuple[float, float, float]:
     """Norms after many steps of gradients of size one: of what this rank owes, of the bound, and of the first step."""
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     numel = 8192
-    load = Load((), numel, torch.float64, torch.device("cpu"))
+    load = FlatBufferSpec((), numel, torch.float64, torch.device("cpu"))
     load.__dict__["gaps"] = None  # nobody's, but not to be cleared
-    way = compressed_ways(config(name, ratio=0.05), group, Plan())(load)
+    way = compressed_reductions(config(name, ratio=0.05), group, CompressionSchedule())(load)
     generator = torch.Generator().manual_seed(group.rank)
     biggest = 0.0
     scheme = way._scheme  # type: ignore[attr-defined]
     for step in range(num_steps):
         gradient = torch.randn(numel, dtype=torch.float64, generator=generator)
         gradient /= gradient.norm()
-        way.begin(step)
-        for work in way.sum(gradient):
+        way.begin_step(step)
+        for work in way.all_reduce(gradient):
             work.wait()
-        way.settle(ONE)
+        way.commit(ONE)
         biggest = max(biggest, scheme._residual.kept.norm().item())
     share = numel // group.size
-    delta = CODECS[name](config(name, ratio=0.05)).delta(share)
+    delta = CODECS[name](config(name, ratio=0.05)).contraction(share)
     return biggest, 2 * math.sqrt(1 - delta) / delta, scheme._owed.kept.norm().item()
 
 
@@ -258,10 +258,14 @@ def two_levels(names: list[str]) -> dict[str, Pieces]:
     found = {}
     for name in names:
         module = build()
-        outer = flat_ways(across) if name == "none" else compressed_ways(config(name), across, Plan())
+        outer = (
+            plain_reductions(across)
+            if name == "none"
+            else compressed_reductions(config(name), across, CompressionSchedule())
+        )
 
-        def make_way(load: Load, outer: WayMaker = outer) -> Way:
-            return TwoLevels(load, inside, outer)
+        def make_way(load: FlatBufferSpec, outer: ReductionFactory = outer) -> FlatReduction:
+            return HierarchicalReduction(load, inside, outer)
 
         shard, replica, mesh = groups(1)
         reducer = make(Strategy(0), module, shard, replica, mesh, ways=lambda over, make_way=make_way: make_way)
@@ -298,13 +302,17 @@ def test_few_bytes_travel(name: str, least: float) -> None:
 def sent_bytes(name: str) -> int:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     flat = torch.randn(1 << 16)
-    from closeranks.sync.places import Place
+    from closeranks.sync.places import ParameterSpan
 
     piece = Piece.whole("w", (256, 256))
-    load = Load((Place(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
-    way = flat_ways(group)(load) if name == "none" else compressed_ways(config(name, rank=4), group, Plan())(load)
+    load = FlatBufferSpec((ParameterSpan(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
+    way = (
+        plain_reductions(group)(load)
+        if name == "none"
+        else compressed_reductions(config(name, rank=4), group, CompressionSchedule())(load)
+    )
     with traffic() as counted:
-        for work in way.sum(flat):
+        for work in way.all_reduce(flat):
             work.wait()
     # a ring's all-reduce moves its tensor twice, what is exchanged or gathered moves once
     return sum(num_bytes * (2 if kind.startswith("allreduce") else 1) for kind, num_bytes in counted)
@@ -316,35 +324,38 @@ def test_remembered_tensors_are_views_of_what_counts() -> None:
 
 def views() -> bool:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
-    from closeranks.sync.places import Place
+    from closeranks.sync.places import ParameterSpan
 
-    places = (Place(Piece.whole("a", (3, 2)), 0, 0, 6), Place(Piece.whole("b", (5,)), 6, 0, 5))
-    way = compressed_ways(config("int8"), group, Plan())(Load(places, 12, torch.float64, torch.device("cpu")))
-    before: list[ErrorFeedbackTensor] = list(way.memory())
-    for work in way.sum(torch.arange(12, dtype=torch.float64) / 7):
+    places = (ParameterSpan(Piece.whole("a", (3, 2)), 0, 0, 6), ParameterSpan(Piece.whole("b", (5,)), 6, 0, 5))
+    way = compressed_reductions(config("int8"), group, CompressionSchedule())(
+        FlatBufferSpec(places, 12, torch.float64, torch.device("cpu"))
+    )
+    before: list[ErrorFeedbackTensor] = list(way.error_feedback())
+    for work in way.all_reduce(torch.arange(12, dtype=torch.float64) / 7):
         work.wait()
-    way.settle(ONE)
+    way.commit(ONE)
     return any(one.tensor.any().item() for one in before) and all(
-        one.tensor.data_ptr() == other.tensor.data_ptr() for one, other in zip(before, way.memory(), strict=True)
+        one.tensor.data_ptr() == other.tensor.data_ptr()
+        for one, other in zip(before, way.error_feedback(), strict=True)
     )
 
 
 def after_zeros() -> list[Tensor]:
     """What arrives of a matrix whose first gradient is zero everywhere, step by step."""
-    from closeranks.sync.places import Place
+    from closeranks.sync.places import ParameterSpan
 
     group = RankGroup(dist.get_rank(), dist.get_world_size())
-    load = Load((Place(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
-    way = compressed_ways(config("powersgd"), group, Plan())(load)
+    load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+    way = compressed_reductions(config("powersgd"), group, CompressionSchedule())(load)
     arrived = []
     for step in range(3):
         flat = torch.full((64,), float(step > 0))
-        way.begin(step)
-        for work in way.sum(flat):
+        way.begin_step(step)
+        for work in way.all_reduce(flat):
             work.wait()
-        way.settle(ONE)
+        way.commit(ONE)
         arrived.append(flat)
-    (factor,) = (one.tensor for one in way.memory() if one.kind == FACTOR)
+    (factor,) = (one.tensor for one in way.error_feedback() if one.kind == FACTOR)
     return [*arrived, factor.clone()]
 
 
@@ -360,14 +371,14 @@ def test_a_matrix_of_zeros_is_not_the_end_of_it() -> None:
 def test_a_factor_of_zeros_is_never_kept(device_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator the columns of a matrix of zeros are zeros; a factorisation's are not."""
     from closeranks.sync.compress import powersgd
-    from closeranks.sync.places import Place
+    from closeranks.sync.places import ParameterSpan
 
     if device_columns:
-        monkeypatch.setattr(powersgd, "orthonormal", powersgd.by_columns)
-    load = Load((Place(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+        monkeypatch.setattr(powersgd, "orthonormal", powersgd.gram_schmidt)
+    load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
     batch = powersgd._Batch(powersgd.find_matrices(load, 1), 1, load, torch.float32)
     before, flat = batch.q.read().clone(), torch.zeros(64)
     p = batch.project(flat, torch.float32)
     batch.restore(batch.take_back(p), flat, None, 1)
-    batch.q.settle(ONE)
-    assert torch.equal(batch.q.kept, before)
+    batch.q.commit(ONE)
+    assert torch.equal(batch.q.committed, before)

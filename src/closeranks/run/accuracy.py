@@ -16,8 +16,8 @@ from closeranks.core.events import Compressed, Event, StepDone, Warned
 from closeranks.core.protocols import ReduceGroup, Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.run.component import Component
-from closeranks.sync.compress.compressed import Plan
-from closeranks.sync.drift import Drift, of_sums
+from closeranks.sync.compress.compressed import CompressionSchedule
+from closeranks.sync.drift import CompressionDrift, error_and_cosine
 
 if TYPE_CHECKING:
     from closeranks.run.ledger import StepResult
@@ -29,10 +29,12 @@ class CompressionQuality:
     ``plan`` None: nothing is compressed. ``tells``: True on the one rank that emits the events.
     """
 
-    def __init__(self, plan: Plan | None, group: ReduceGroup, device: torch.device, *, tells: bool) -> None:
+    def __init__(
+        self, plan: CompressionSchedule | None, group: ReduceGroup, device: torch.device, *, tells: bool
+    ) -> None:
         self.plan, self._group, self._device, self._tells = plan, group, device, tells
         self._measured: dict[int, Tensor] = {}
-        self._drift = Drift()
+        self._drift = CompressionDrift()
 
     def measure(self, number: int, step: int, losses: Callable[[], Sequence[Tensor]]) -> None:
         """``number``: the count that decides whether this one is sampled; ``step``: the step it is reported for."""
@@ -48,9 +50,9 @@ class CompressionQuality:
         found = self._measured.pop(done.step, None)
         if found is None or not self._tells or not done.taken:
             return
-        error, cosine = of_sums(found.tolist())
+        error, cosine = error_and_cosine(found.tolist())
         emit(Compressed(done.step, error, cosine))
-        if told := self._drift.note(error, cosine):
+        if told := self._drift.observe(error, cosine):
             emit(Warned(told, done.step))
 
 

@@ -15,7 +15,7 @@ from closeranks.facts.layout import Layout
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run import heirloom
 from closeranks.run.job import Job, micro_batch_size
-from closeranks.sync.tuning import Tuned, Work, backward_s, gradient_bytes, tune
+from closeranks.sync.tuning import BackwardWork, BucketTuning, backward_s, gradient_bytes, tune_bucket_size
 
 
 def choose_bucket_size(
@@ -26,14 +26,14 @@ def choose_bucket_size(
     held: Sequence[LocalParameter],
     measured_flops: float,
     device: torch.device,
-) -> Tuned:
+) -> BucketTuning:
     if groups.data.size == 1 or layout.zero == 3:
-        return Tuned()
+        return BucketTuning()
     if not isinstance(job.sync.bucket_mib, str):
-        return Tuned(job.sync.bucket_mib)
+        return BucketTuning(job.sync.bucket_mib)
     if handed_on := heirloom.bucket_mib():
-        return Tuned(handed_on)
+        return BucketTuning(handed_on)
     items = micro_batch_size(job) * spec.items_per_sample
     flops = spec.flops_per_item * items / (layout.tensor * layout.pipeline)
     behind_s = backward_s(flops, measured_flops) if job.sync.overlap else 0.0
-    return tune(groups.data, groups.world, device, Work(gradient_bytes(held), behind_s))
+    return tune_bucket_size(groups.data, groups.world, device, BackwardWork(gradient_bytes(held), behind_s))

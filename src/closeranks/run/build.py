@@ -56,8 +56,8 @@ from closeranks.run.supply import Batches, check_dataset_lengths
 from closeranks.run.usage import UnusedParameters
 from closeranks.run.ways import choose_reduction, freeze_step
 from closeranks.sync import replicas
-from closeranks.sync.rounds import Rounds
-from closeranks.sync.tuning import Tuned
+from closeranks.sync.rounds import SyncSchedule
+from closeranks.sync.tuning import BucketTuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) ->
     schedule = batch_schedule(job, len(ingredients.source), past.ends)
     layout = layout_for(job, world.size)
     num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
-    num_replicas = replicas.num_replicas(job.sync, layout, num_hosts)
-    layout = replicas.sharded_within(layout, num_replicas)
+    num_replicas = replicas.num_replica_groups(job.sync, layout, num_hosts)
+    layout = replicas.shard_within_replica_group(layout, num_replicas)
     check_last_step(job, schedule, layout.data)
     return _Plan(job, layout, num_replicas, schedule)
 
@@ -145,7 +145,7 @@ def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.d
     reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
     accuracy = CompressionQuality(chosen.compression, groups.world, device, tells=world.is_lead)
     optimizer = make_optimizer(job, layout, groups, reducer, frozen, num_steps)
-    boundaries = Rounds.of(job.sync, num_steps)
+    boundaries = SyncSchedule.from_config(job.sync, num_steps)
     pace = make_step_timer(job, layout, groups, reducer, device, opened)
     context = RunContext(job, world, layout, device, groups, opened, schedule, boundaries, pace)
     model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
@@ -182,7 +182,7 @@ def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.d
     )
 
 
-def _started(measured_flops: float, buckets: Tuned) -> dict[str, Any]:
+def _started(measured_flops: float, buckets: BucketTuning) -> dict[str, Any]:
     """Fields of ``RunStarted``."""
     return {
         "measured_flops": measured_flops,
@@ -292,7 +292,7 @@ def make_batches(
         sources=opened,
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
-        is_balanced=replicas.balances(job.sync, groups.replica_group.count),
+        is_balanced=replicas.is_balanced(job.sync, groups.replica_group.count),
     )
 
 

@@ -20,7 +20,7 @@ from closeranks.parallel.group import WorldGroup
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.job import Job, micro_batch_size
 from closeranks.run.pace import StepTimer
-from closeranks.sync.rounds import Rounds
+from closeranks.sync.rounds import SyncSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RunContext:
     world_group: WorldGroup
     """Its ``closers`` run when the run ends."""
     schedule: BatchSchedule
-    sync_schedule: Rounds
+    sync_schedule: SyncSchedule
     """After which steps all ranks hold the same model: after every one, except with Local SGD and DiLoCo."""
     step_timer: StepTimer
 

@@ -20,7 +20,7 @@ from closeranks.facts.llama import llama_structure
 from closeranks.facts.spread import BucketItem, BucketSize, CostSettings
 from closeranks.plan.layouts import PlanningJob
 from closeranks.run.job import Job, demands, micro_batch_size
-from closeranks.sync.buckets import Member, plan_buckets
+from closeranks.sync.buckets import BucketMember, plan_buckets
 from closeranks.sync.config import SyncConfig
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class ReducerBucketPlanner:
     def __call__(self, items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
         axes = list(dict.fromkeys(axis for item in items for axis in item.reduce_axes))
         members = [
-            Member(
+            BucketMember(
                 item.name,
                 item.numel,
                 "",

@@ -21,10 +21,10 @@ from closeranks.parallel.mesh import MeshGroups
 from closeranks.parallel.precision import Precision
 from closeranks.run.job import Job, micro_batch_size
 from closeranks.run.ways import must_stay_uncompressed
-from closeranks.sync.allreduce import AllReduce
+from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.shards import ShardedReducer
-from closeranks.sync.ways import WayMaker
+from closeranks.sync.ways import ReductionFactory
 
 
 class ParameterGrouping:
@@ -66,7 +66,7 @@ def make_reducer(
     layout: Layout,
     groups: MeshGroups,
     applied: DistributedModel,
-    ways: WayMaker | None = None,
+    ways: ReductionFactory | None = None,
     bucket_mib: float = 0.0,
 ) -> Reducer:
     """``ways``: None for torch's own collectives; ``bucket_mib``: the size that ``sync.bucket_mib = "auto"`` chose."""
@@ -93,4 +93,4 @@ def make_reducer(
             hold=resolve_hold(job, layout),
             **travel,
         )
-    return AllReduce(applied.held, groups.replica_group.data, **travel)
+    return AllReduceReducer(applied.held, groups.replica_group.data, **travel)

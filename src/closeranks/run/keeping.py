@@ -63,7 +63,7 @@ class SessionSnapshots(Component):
         self._context, self._state, self._capture = context, state, capture
         self._emit, self._overseer, self._rhythm = emit, overseer, rhythm
         self._boundaries = context.sync_schedule
-        self._told: deque[StepDone] = deque(maxlen=context.sync_schedule.gap)
+        self._told: deque[StepDone] = deque(maxlen=context.sync_schedule.sync_interval)
         """Results of the last steps: the next generation reports them if rank 0 was lost before it could."""
         self._taken = taken
         self._images = rank_images(context, state)
@@ -98,7 +98,7 @@ class SessionSnapshots(Component):
 
     def is_due(self, step: int) -> bool:
         """Whether ``after`` will copy the state of this step. Only at boundaries do all ranks have the same state."""
-        is_time = step - self._begun >= self._every and self._boundaries.is_boundary(step)
+        is_time = step - self._begun >= self._every and self._boundaries.is_sync_step(step)
         return self._keeper is not None and is_time
 
     def after_step(self, step: int) -> list[Snapshot]:
@@ -165,7 +165,7 @@ class SessionSnapshots(Component):
             run=self._taken.shelf.run,
         )
         tree: dict[str, Any] = {**self._state.tree(step), "every": self._every}
-        after = self._boundaries.before(step)
+        after = self._boundaries.previous_sync(step)
         tree["last"] = "".join(to_line(encode(done)).decode() for done in self._told if after < done.step <= step)
         if world.is_lead:
             tree["rhythm"] = self._rhythm()
@@ -199,8 +199,8 @@ class SessionSnapshots(Component):
 
     def _is_time(self, step: int) -> bool:
         """Counted in boundaries, as ranks can agree only there."""
-        num_rounds = self._boundaries.number(step) - self._boundaries.number(self._first)
-        return self._boundaries.is_boundary(step) and should_remeasure(num_rounds, has_decided=self._has_decided)
+        num_rounds = self._boundaries.num_syncs(step) - self._boundaries.num_syncs(self._first)
+        return self._boundaries.is_sync_step(step) and should_remeasure(num_rounds, has_decided=self._has_decided)
 
     def _decide(self, keeper: SnapshotWriter, step: int) -> None:
         """Collective. The first step and the first snapshots, which include allocation, are left out of the figures if
@@ -223,7 +223,7 @@ class SessionSnapshots(Component):
         if self._every != self._told_every:
             self._told_every = self._every
             if self._context.world.is_lead:
-                every = max(self._every, self._boundaries.gap)
+                every = max(self._every, self._boundaries.sync_interval)
                 self._emit(Snapshotting(step, every, keeper.num_bytes, cost_s, self.redundancy))
 
     @property

@@ -59,7 +59,7 @@ class StepResults:
 
     def push(self, index: int, verdict: Verdict) -> Iterator[StepResult]:
         """Queue a new verdict and settle those that are due."""
-        is_late = self._engine.context.sync_schedule.gap > 1
+        is_late = self._engine.context.sync_schedule.sync_interval > 1
         self._pending.append(_Entry(index, verdict, self._measure(index) if is_late else None))
         if is_late and verdict.is_closed and self._lag:
             verdict.read()  # sync point, once per synchronisation interval

@@ -38,12 +38,12 @@ from closeranks.run.saved import MODEL, SYNC, ReplicaIndex, SavedState
 from closeranks.run.supply import Batches
 from closeranks.run.ways import compression_schedule, describe_compression, must_stay_uncompressed
 from closeranks.sync.balance import even_shares, rebalanced
-from closeranks.sync.compress.build import compressed_ways
-from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.compress.build import compressed_reductions
+from closeranks.sync.compress.compressed import CompressionSchedule
 from closeranks.sync.config import LocalConfig
-from closeranks.sync.outer import Outer, OuterRule
-from closeranks.sync.rounds import part
-from closeranks.sync.ways import WayMaker, flat_ways
+from closeranks.sync.outer import OuterOptimizer, OuterSgd
+from closeranks.sync.rounds import assign_fragments
+from closeranks.sync.ways import ReductionFactory, plain_reductions
 
 if TYPE_CHECKING:
     from closeranks.run.ledger import StepResult
@@ -80,13 +80,13 @@ class LocalSgd(Component):
     def after_update(self, index: int, verdict: Verdict) -> None:
         """At a boundary, take the outer step: all replicas have the same weights again, of the fragments it covers."""
         context, step = self._context, index + 1
-        if not context.sync_schedule.is_boundary(step):
+        if not context.sync_schedule.is_sync_step(step):
             return
         context.step_timer.enter_phase(WorkerPhase.OUTER_STEP)
         shares, home = self._supply.loader.shares, context.groups.replica_group
         share = shares[home.number] / sum(shares) if shares else None
-        self.outer.meet(step, context.sync_schedule.fragments(step), share)
-        self._accuracy.measure(step, step, self.outer.losses)
+        self.outer.outer_step(step, context.sync_schedule.fragments(step), share)
+        self._accuracy.measure(step, step, self.outer.compression_errors)
         for statistics in self._model.statistics:
             statistics.average(home.across_groups)
         if self._supply.is_balanced and step < context.schedule.num_steps:
@@ -121,7 +121,7 @@ class LocalSgd(Component):
     # State
 
     def tensors(self) -> Iterator[StateTensor]:
-        for leaf, anchor, momentum in self.outer.kept():
+        for leaf, anchor, momentum in self.outer.states():
             if self._is_streaming:
                 yield self._model.shard_state(MODEL, leaf, leaf.piece.name, anchor)
             if momentum is not None:
@@ -139,7 +139,7 @@ class LocalSgd(Component):
         accelerator their copy may still be in flight."""
         self.outer.restart()
         found = saved.shapes(SYNC)
-        for leaf, anchor, momentum in self.outer.kept():
+        for leaf, anchor, momentum in self.outer.states():
             key = f"{_MOMENTUM}{leaf.piece.name}"
             if momentum is not None and key in found:
                 saved.read_into(SYNC, key, replace(leaf.piece, name=key), momentum)
@@ -172,12 +172,14 @@ class LocalSgd(Component):
         same error feedback, and the first of them saves it."""
         home = self._context.groups.replica_group
         is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
-        for one in self.outer.memory():
+        for one in self.outer.error_feedback():
             piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
             yield replace(one, piece=piece, is_ours=one.is_saved_here and is_first)
 
 
-def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan | None) -> Outer:
+def _make_outer(
+    context: RunContext, model: Model, reducer: Reducer, plan: CompressionSchedule | None
+) -> OuterOptimizer:
     local, layout, home = context.job.sync.local, context.layout, context.groups.replica_group
     applied = model.applied
     sizes = {name: prod(shape) for name, shape in applied.shapes.items() if name in applied.trainable}
@@ -186,28 +188,28 @@ def _make_outer(context: RunContext, model: Model, reducer: Reducer, plan: Plan 
         raise ConfigError([Problem("sync.local.fragments", what, f"Set it to {len(sizes)} or less.")])
     whole = {one.piece.name for one in applied.held if layout.zero == 3 and not is_sharded(one)}
     shared = {held.piece.name for held in applied.held if held.aliases and context.groups.pipeline.size > 1}
-    return Outer(
+    return OuterOptimizer(
         reducer.parameter_shards(),
-        part(sizes, model.spec.blocks, local.fragments),
-        OuterRule(local.outer_lr, local.outer_momentum, local.nesterov),
+        assign_fragments(sizes, model.spec.blocks, local.fragments),
+        OuterSgd(local.outer_lr, local.outer_momentum, local.nesterov),
         home.count,
         _ways(context.job, home.across_groups, plan),
-        flat_ways(home.across_groups),
+        plain_reductions(home.across_groups),
         exact=whole | {one.piece.name for one in applied.held if must_stay_uncompressed(layout, one)},
         alone=whole | shared,
     )
 
 
-def _plan(job: Job, across: RankGroup, num_steps: int) -> Plan | None:
+def _plan(job: Job, across: RankGroup, num_steps: int) -> CompressionSchedule | None:
     """When deltas are compressed; None: never. Every synchronisation is measured, as they are few."""
     config = job.sync.compress
     if config.name == "none" or across.size == 1:
         return None
-    return Plan(config.num_warmup(num_steps), 1 if config.measure_every else 0)
+    return CompressionSchedule(config.num_warmup(num_steps), 1 if config.measure_every else 0)
 
 
-def _ways(job: Job, across: RankGroup, plan: Plan | None) -> WayMaker:
-    return flat_ways(across) if plan is None else compressed_ways(job.sync.compress, across, plan)
+def _ways(job: Job, across: RankGroup, plan: CompressionSchedule | None) -> ReductionFactory:
+    return plain_reductions(across) if plan is None else compressed_reductions(job.sync.compress, across, plan)
 
 
 def describe_local_sgd(local: LocalConfig, num_replicas: int) -> str:

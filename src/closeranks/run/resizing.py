@@ -61,7 +61,7 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
     """
     split = (full.tensor, full.pipeline, full.schedule)
     alike = (layout for layout in _near(job, full, most) if (layout.tensor, layout.pipeline, layout.schedule) == split)
-    yield from replicas.whole_replicas(job.sync, full, _near(job, full, most))
+    yield from replicas.whole_replica_groups(job.sync, full, _near(job, full, most))
     yield from alike
     yield from sorted(_near(job, full, most), key=lambda layout: -min(_fineness(layout), _fineness(full)))
 
@@ -107,7 +107,7 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
     if job.layout.batch_norm == "sync" and layout.data != full.data:
         words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
-    return "; ".join(filter(None, (words, replicas.resized_words(job.sync, fitted.sync))))
+    return "; ".join(filter(None, (words, replicas.describe_resize(job.sync, fitted.sync))))
 
 
 def _text(layout: Layout) -> str:

@@ -187,7 +187,7 @@ class Session:
         self.num_done += 1
         self._note(self._ledger.push(step.index, verdict))
         self._collector.run(self.num_done)
-        if self.context.sync_schedule.passes(self.num_done, self.job.train.eval_every) and self._may_judge:
+        if self.context.sync_schedule.is_due(self.num_done, self.job.train.eval_every) and self._may_judge:
             self.evaluate()
         if self._copies.are_due(self.num_done):
             self._note(self._ledger.flush())  # the saved state must list every skipped sample

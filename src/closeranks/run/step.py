@@ -25,7 +25,7 @@ from closeranks.optim.norms import norm_squared
 from closeranks.run.engine import Engine
 from closeranks.run.tally import LossSums
 from closeranks.run.work import MicroBatchCallbacks, explain_shape_errors
-from closeranks.sync.rounds import Rounds
+from closeranks.sync.rounds import SyncSchedule
 
 
 class Step:
@@ -110,7 +110,7 @@ class Step:
         for before in self._phases["before_vote"]:
             before(self.index, ballot)
         pace.enter_phase(WorkerPhase.VOTE)
-        is_boundary = engine.context.sync_schedule.is_boundary(self.index + 1)
+        is_boundary = engine.context.sync_schedule.is_sync_step(self.index + 1)
         verdict = engine.vote.cast(ballot, self._scale, is_boundary=is_boundary)  # the ONE small all-reduce
         pace.enter_phase(WorkerPhase.SNAPSHOT)
         for after in self._phases["after_vote"]:
@@ -163,7 +163,7 @@ class Step:
         return UserError(f"{what} out of turn", fix, step=self.index + 1)
 
 
-def check_between_steps(boundaries: Rounds, step: Step | None, num_done: int) -> None:
+def check_between_steps(boundaries: SyncSchedule, step: Step | None, num_done: int) -> None:
     """Refuse a collective action while a step is in progress or replicas differ. ``step``: the newest one."""
     if step is not None and step.is_underway:
         raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")

@@ -18,23 +18,23 @@ from closeranks.facts.rounds import Topology
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.job import Job
-from closeranks.sync.compress.build import compressed_ways, words
-from closeranks.sync.compress.compressed import Plan
+from closeranks.sync.compress.build import compressed_reductions, describe_compression
+from closeranks.sync.compress.compressed import CompressionSchedule
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.places import Load
-from closeranks.sync.ways import TwoLevels, Way, WayMaker, flat_ways
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.ways import FlatReduction, HierarchicalReduction, ReductionFactory, plain_reductions
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionChoice:
     """The reduction algorithm; ``ways`` None: torch's own collectives."""
 
-    reductions: WayMaker | None
+    reductions: ReductionFactory | None
     summary: str
     """For people; empty for the usual reduction."""
     recompresses_sums: bool = False
     """Whether the owner of each sum compresses it again."""
-    compression: Plan | None = None
+    compression: CompressionSchedule | None = None
     """When gradients are compressed; None: never."""
 
 
@@ -50,22 +50,22 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
         if levels is None:
             return ReductionChoice(None, "")
         inside, across = levels
-        return ReductionChoice(_two_levels(inside, flat_ways(across)), _of_levels(inside, across))
+        return ReductionChoice(_two_levels(inside, plain_reductions(across)), _of_levels(inside, across))
     if levels is None or config.name == "powersgd":  # which sends so little that hosts do not matter
         scatters = layout.zero > 0 and groups.replica.size == 1
-        ways = compressed_ways(config, over, plan, scatters=scatters)
+        ways = compressed_reductions(config, over, plan, scatters=scatters)
         return ReductionChoice(
             ways, describe_compression(config, plan), not scatters and config.name != "powersgd", plan
         )
     inside, across = levels
-    ways = _two_levels(inside, compressed_ways(config, across, plan))
+    ways = _two_levels(inside, compressed_reductions(config, across, plan))
     return ReductionChoice(
         ways, f"{_of_levels(inside, across)}; across, {describe_compression(config, plan)}", True, plan
     )
 
 
-def compression_schedule(config: CompressConfig, num_steps: int) -> Plan:
-    return Plan(config.num_warmup(num_steps), config.measure_every)
+def compression_schedule(config: CompressConfig, num_steps: int) -> CompressionSchedule:
+    return CompressionSchedule(config.num_warmup(num_steps), config.measure_every)
 
 
 def freeze_step(job: Job, layout: Layout, num_steps: int) -> int | None:
@@ -91,9 +91,9 @@ def _levels(job: Job, layout: Layout, groups: MeshGroups, world: World) -> tuple
     return found
 
 
-def _two_levels(inside: RankGroup, across: WayMaker) -> WayMaker:
-    def make(load: Load) -> Way:
-        return TwoLevels(load, inside, across)
+def _two_levels(inside: RankGroup, across: ReductionFactory) -> ReductionFactory:
+    def make(load: FlatBufferSpec) -> FlatReduction:
+        return HierarchicalReduction(load, inside, across)
 
     return make
 
@@ -105,11 +105,11 @@ def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
     return bool(one.partial_over) or not one.is_primary or is_copied
 
 
-def describe_compression(config: CompressConfig, plan: Plan, what: str = "gradients") -> str:
+def describe_compression(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
     """Describes the compression, for people."""
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
     rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
-    return f"{words(config, what)}{since}{rest}"
+    return f"{describe_compression(config, what)}{since}{rest}"
 
 
 def _of_levels(inside: RankGroup, across: RankGroup) -> str:

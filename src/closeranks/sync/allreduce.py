@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter, ParameterShard
-from closeranks.sync.buckets import Bucket, plan_buckets
-from closeranks.sync.departures import Departures
-from closeranks.sync.held import DataGroup, as_members, view_of
-from closeranks.sync.journeys import Convoy
-from closeranks.sync.partial import Part, sum_parts
-from closeranks.sync.places import load_of
-from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
+from closeranks.sync.buckets import GradientBucket, plan_buckets
+from closeranks.sync.departures import BucketScheduler
+from closeranks.sync.held import CommGroup, bucket_members, view_like
+from closeranks.sync.journeys import InFlightReductions
+from closeranks.sync.partial import PartialGradient, sum_partial_gradients
+from closeranks.sync.places import flat_buffer_spec
+from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory, plain_reductions
 
 
 class _Buffer:
     """One bucket's memory, a view of it for every member's gradient, and its reduction."""
 
-    def __init__(self, bucket: Bucket, held: Sequence[LocalParameter], ways: WayMaker) -> None:
+    def __init__(self, bucket: GradientBucket, held: Sequence[LocalParameter], ways: ReductionFactory) -> None:
         self.held = [held[number] for number in bucket.members]
         first = self.held[0].parameter
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         places = zip(bucket.offsets, self.held, strict=True)
-        self.views = [view_of(self.flat, offset, one.parameter) for offset, one in places]
-        self.is_spoken = bucket.is_spoken
-        self.way: Way = ways(load_of(self.held, bucket.offsets, self.flat))
+        self.views = [view_like(self.flat, offset, one.parameter) for offset, one in places]
+        self.is_spoken = bucket.is_primary
+        self.way: FlatReduction = ways(flat_buffer_spec(self.held, bucket.offsets, self.flat))
 
 
-class AllReduce(OnWays):
+class AllReduceReducer(CompressibleReducer):
     """Bucketed all-reduce, overlapped with backward; see ``core.protocols.Reducer`` for the call sequence.
 
     ``ways``: how buckets are summed, if not by torch's own all-reduce; parameters for which ``is_exact`` holds always
@@ -47,12 +47,12 @@ class AllReduce(OnWays):
     def __init__(
         self,
         held: Sequence[LocalParameter],
-        group: DataGroup,
+        group: CommGroup,
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
-        ways: WayMaker | None = None,
+        ways: ReductionFactory | None = None,
         is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         self._held = [one for one in held if one.parameter.requires_grad]
@@ -61,16 +61,16 @@ class AllReduce(OnWays):
             ParameterShard(one.parameter, one.piece, one.is_primary and group.rank == 0) for one in self._held
         )
         # A group of one has nothing to sum: gradients stay where autograd put them.
-        members = as_members(self._held, is_exact=is_exact) if group.size > 1 else ()
+        members = bucket_members(self._held, is_exact=is_exact) if group.size > 1 else ()
         num_shards = 1 if ways is None else group.size  # such reductions may slice buckets
         caps = {"cap_bytes": bucket_bytes, "first_cap_bytes": first_bucket_bytes}
         self.plan = plan_buckets(members, **caps, num_shards=num_shards)
-        exact = flat_ways(group)
+        exact = plain_reductions(group)
         kinds = [exact if ways is None or bucket.is_exact else ways for bucket in self.plan]
         self._buffers = [_Buffer(bucket, self._held, kind) for bucket, kind in zip(self.plan, kinds, strict=True)]
         self._absent: set[str] = set()
-        self._convoy = Convoy()
-        self._departures = Departures(
+        self._convoy = InFlightReductions()
+        self._departures = BucketScheduler(
             self.plan,
             [one.parameter for one in self._held],
             load=self._load,
@@ -79,18 +79,18 @@ class AllReduce(OnWays):
             overlap=overlap,
         )
 
-    def leaves(self) -> Sequence[ParameterShard]:
+    def parameter_shards(self) -> Sequence[ParameterShard]:
         return self._leaves
 
     def begin_step(self, step: int) -> None:
         for buffer in self._buffers:
-            buffer.way.begin(step)
+            buffer.way.begin_step(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
-        self._departures.begin(stage, is_last=is_last)
+        self._departures.begin_backward(stage, is_last=is_last)
 
     def end_backward(self, stage: int = 0) -> None:
-        self._departures.end(stage)
+        self._departures.end_backward(stage)
 
     def finish(self) -> None:
         """Reduce buckets that backward did not fill, then wait. On CUDA the streams wait, not the host."""
@@ -99,15 +99,15 @@ class AllReduce(OnWays):
             if one.parameter.grad is None:  # only where there are no buckets
                 one.parameter.grad = torch.zeros_like(one.parameter)
                 self._absent.add(one.piece.name)
-        self._convoy.finish()
-        sum_parts(self._parts())
+        self._convoy.wait_all()
+        sum_partial_gradients(self._parts())
 
     def gradients(self) -> Sequence[Tensor]:
         if self._buffers:
             return [buffer.flat for buffer in self._buffers]
         return [one.parameter.grad for one in self._held if one.parameter.grad is not None]
 
-    def spoken(self) -> Sequence[Tensor]:
+    def primary_gradients(self) -> Sequence[Tensor]:
         """All data ranks hold the same gradients: the first one's are the primary copy."""
         if self._group.rank != 0:
             return []
@@ -115,10 +115,10 @@ class AllReduce(OnWays):
             return [buffer.flat for buffer in self._buffers if buffer.is_spoken]
         return [one.parameter.grad for one in self._held if one.is_primary and one.parameter.grad is not None]
 
-    def absent(self) -> Collection[str]:
+    def unused_parameters(self) -> Collection[str]:
         return self._absent
 
-    def spread(self) -> None:
+    def gather_parameters(self) -> None:
         """Nothing to gather: every rank made the same update."""
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class AllReduce(OnWays):
         self._absent = set()
         self._departures.reset()
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[FlatReduction]:
         return (buffer.way for buffer in self._buffers)
 
     def _load(self, bucket: int, place: int) -> None:
@@ -143,10 +143,14 @@ class AllReduce(OnWays):
 
     def _send(self, bucket: int) -> None:
         buffer = self._buffers[bucket]
-        self._convoy.add(buffer.way.sum(buffer.flat), buffer.way.num_legs)
+        self._convoy.add(buffer.way.all_reduce(buffer.flat), buffer.way.num_collectives)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[PartialGradient]:
         if self._buffers:
-            return [Part(buffer.flat, groups) for buffer in self._buffers if (groups := buffer.held[0].partial_over)]
+            return [
+                PartialGradient(buffer.flat, groups)
+                for buffer in self._buffers
+                if (groups := buffer.held[0].partial_over)
+            ]
         grads = ((one.parameter.grad, one.partial_over) for one in self._held)
-        return [Part(gradient, groups) for gradient, groups in grads if groups and gradient is not None]
+        return [PartialGradient(gradient, groups) for gradient, groups in grads if groups and gradient is not None]

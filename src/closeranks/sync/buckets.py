@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BucketMember:
     """One parameter: the input of the plan."""
 
     name: str
@@ -24,7 +24,7 @@ class Member:
     dtype: str
     element_bytes: int
     stage: int = 0
-    is_spoken: bool = True
+    is_primary: bool = True
     partial_over: tuple[int, ...] = ()
     """Indices of the further groups over which its gradient is summed."""
     row: int = 1
@@ -34,7 +34,7 @@ class Member:
 
     @property
     def kind(self) -> tuple[str, bool, tuple[int, ...], int, bool]:
-        return self.dtype, self.is_spoken, self.partial_over, self.stage, self.is_exact
+        return self.dtype, self.is_primary, self.partial_over, self.stage, self.is_exact
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class GradientBucket:
     """Members that are summed in one collective, laid out one after the other."""
 
     members: tuple[int, ...]
@@ -52,14 +52,14 @@ class Bucket:
     """Includes padding between members and at the end, which belongs to no parameter and holds zeros."""
     dtype: str
     stage: int = 0
-    is_spoken: bool = True
+    is_primary: bool = True
     partial_over: tuple[int, ...] = ()
     is_exact: bool = False
 
 
 def plan_buckets(
-    members: Sequence[Member], *, cap_bytes: int, first_cap_bytes: int, num_shards: int = 1, align_bytes: int = 1
-) -> tuple[Bucket, ...]:
+    members: Sequence[BucketMember], *, cap_bytes: int, first_cap_bytes: int, num_shards: int = 1, align_bytes: int = 1
+) -> tuple[GradientBucket, ...]:
     """Buckets in the order in which they are reduced: the last stage first, within a stage as backward fills them.
 
     A bucket is full when its first parameter has its gradient, so the one whose first parameter comes last is reduced
@@ -81,7 +81,7 @@ def plan_buckets(
 
 
 def _batches(
-    numbers: Sequence[int], members: Sequence[Member], cap_bytes: int, first_cap_bytes: int
+    numbers: Sequence[int], members: Sequence[BucketMember], cap_bytes: int, first_cap_bytes: int
 ) -> list[list[int]]:
     batches: list[list[int]] = []
     cap = size = 0
@@ -98,7 +98,9 @@ def _batches(
     return batches
 
 
-def _bucket(numbers: Sequence[int], members: Sequence[Member], num_shards: int, align_bytes: int) -> Bucket:
+def _bucket(
+    numbers: Sequence[int], members: Sequence[BucketMember], num_shards: int, align_bytes: int
+) -> GradientBucket:
     first = members[numbers[0]]
     align = max(align_bytes // first.element_bytes, 1)
     offsets: list[int] = []
@@ -107,8 +109,8 @@ def _bucket(numbers: Sequence[int], members: Sequence[Member], num_shards: int, 
         offsets.append(_round_up(end, align))
         end = offsets[-1] + members[number].numel
     numel = _round_up(end, num_shards * (first.row if first.row > 1 else align))
-    kind = (first.dtype, first.stage, first.is_spoken, first.partial_over, first.is_exact)
-    return Bucket(tuple(numbers), tuple(offsets), numel, *kind)
+    kind = (first.dtype, first.stage, first.is_primary, first.partial_over, first.is_exact)
+    return GradientBucket(tuple(numbers), tuple(offsets), numel, *kind)
 
 
 def _round_up(number: int, multiple: int) -> int:

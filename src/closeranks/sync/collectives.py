@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 _Collective = Callable[..., Any]
 
-gather_flat: _Collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat: _Collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather: the slices of all ranks, concatenated into one flat tensor."""
-reduce_flat: _Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_flat: _Collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Reduce-scatter: the sum of a flat tensor over ranks, of which each rank gets its slice."""

@@ -20,24 +20,24 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import SEVERAL_STAGES
-from closeranks.sync.buckets import Bucket
+from closeranks.sync.buckets import GradientBucket
 
-Timetable = Literal["step", "backward"]
+ReduceTiming = Literal["step", "backward"]
 _ONCE = SEVERAL_STAGES
 
 
-class Departures:
+class BucketScheduler:
     """Tracks how far each bucket of a plan is filled. The callbacks ``load(bucket, place)`` copies a gradient into its
     bucket and ``send(bucket)`` starts the reduction."""
 
     def __init__(
         self,
-        plan: Sequence[Bucket],
+        plan: Sequence[GradientBucket],
         parameters: Sequence[nn.Parameter],
         *,
         load: Callable[[int, int], None],
         send: Callable[[int], None],
-        timetable: Timetable,
+        timetable: ReduceTiming,
         overlap: bool,
     ) -> None:
         self._load, self._send = load, send
@@ -55,13 +55,13 @@ class Departures:
             for parameter in self._places:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def begin(self, stage: int, *, is_last: bool) -> None:
+    def begin_backward(self, stage: int, *, is_last: bool) -> None:
         if self._is_per_backward:
             self._expect(self._of(stage), stage)
         if self._is_per_backward or (is_last and self._overlaps):
             self._armed.add(stage)
 
-    def end(self, stage: int) -> None:
+    def end_backward(self, stage: int) -> None:
         """Reduce the remaining buckets of a stage, full or not, if its gradients were moved in this backward."""
         if stage in self._armed:
             self._fill(self._of(stage))

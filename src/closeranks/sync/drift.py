@@ -22,13 +22,13 @@ FALL = 0.5
 
 
 @dataclass
-class Drift:
+class CompressionDrift:
     """The measurements so far."""
 
     usual: list[tuple[float, float]] = field(default_factory=list)
     lasting: int = 0
 
-    def note(self, relative_error: float, cosine: float) -> str:
+    def observe(self, relative_error: float, cosine: float) -> str:
         """The warning, empty most of the time. It is given once, and again only after the rise had gone."""
         if not math.isfinite(relative_error):
             return ""
@@ -46,7 +46,7 @@ class Drift:
         )
 
 
-def of_sums(sums: Sequence[float]) -> tuple[float, float]:
+def error_and_cosine(sums: Sequence[float]) -> tuple[float, float]:
     """Relative error and cosine, from the squared norms of the error, of the exact and of the compressed sum, and the
     dot product of the two sums."""
     error, exact, ours, product = sums

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter, ParameterShard
-from closeranks.sync.held import DataGroup
-from closeranks.sync.partial import Part, sum_parts
-from closeranks.sync.units import Units, fsdp_parts, parameter_groups
-from closeranks.sync.ways import OnWays, Way, WayMaker
+from closeranks.sync.held import CommGroup
+from closeranks.sync.partial import PartialGradient, sum_partial_gradients
+from closeranks.sync.units import FsdpReductions, fsdp_modules, fsdp_param_groups
+from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Share:
         return local_of(found)
 
 
-class FullyShardedReducer(OnWays):
+class FullyShardedReducer(CompressibleReducer):
     """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
 
     ``ways``: how units are summed, over replicas where there are any (the modules are then sharded over the shard axis
@@ -59,11 +59,11 @@ class FullyShardedReducer(OnWays):
         self,
         held: Sequence[LocalParameter],
         modules: Sequence[nn.Module],
-        shard: DataGroup,
-        replica: DataGroup,
+        shard: CommGroup,
+        replica: CommGroup,
         *,
         hold: str,
-        ways: WayMaker | None = None,
+        ways: ReductionFactory | None = None,
         is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
@@ -73,20 +73,20 @@ class FullyShardedReducer(OnWays):
         self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
         self._gradients: list[Tensor] = []
         self._used: set[Tensor] = set()
-        for part in (part for module in modules for part in fsdp_parts(module)):
-            for group in parameter_groups(part):
+        for part in (part for module in modules for part in fsdp_modules(module)):
+            for group in fsdp_param_groups(part):
                 group.post_backward = partial(self._after_backward, group, group.post_backward)
-        self._units: Units | None = None
+        self._units: FsdpReductions | None = None
         if ways is not None:
-            self._units = Units(modules, self._trained, shard, replica, ways, is_exact)
+            self._units = FsdpReductions(modules, self._trained, shard, replica, ways, is_exact)
 
-    def leaves(self) -> Sequence[ParameterShard]:
+    def parameter_shards(self) -> Sequence[ParameterShard]:
         return tuple(share.leaf for share in self._shares)
 
     def begin_step(self, step: int) -> None:
         self._used.clear()
         for way in self._ways():
-            way.begin(step)
+            way.begin_step(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         module = self._modules[stage]
@@ -109,9 +109,9 @@ class FullyShardedReducer(OnWays):
         copies = self._add_copies()
         data = tuple(group.process_group for group in (self._shard, self._replica) if group.size > 1)
         pairs = enumerate(zip(self._shares, self._gradients, strict=True))
-        sum_parts(
+        sum_partial_gradients(
             [
-                Part(gradient, (*(() if _is_sharded(share.held) else data), *share.held.partial_over))
+                PartialGradient(gradient, (*(() if _is_sharded(share.held) else data), *share.held.partial_over))
                 for number, (share, gradient) in pairs
                 if number not in copies
             ]
@@ -124,18 +124,18 @@ class FullyShardedReducer(OnWays):
     def gradients(self) -> Sequence[Tensor]:
         return self._gradients
 
-    def spoken(self) -> Sequence[Tensor]:
+    def primary_gradients(self) -> Sequence[Tensor]:
         """Each shard rank of the first replica holds the primary copy of its rows."""
         pairs = zip(self._shares, self._gradients, strict=True)
         return [gradient for share, gradient in pairs if share.leaf.is_primary]
 
-    def absent(self) -> Collection[str]:
+    def unused_parameters(self) -> Collection[str]:
         if all(one.parameter in self._used for one in self._trained):
             return ()
         used = {one.piece.name for one in self._trained if one.parameter in self._used}  # some have copies
         return {one.piece.name for one in self._trained} - used
 
-    def spread(self) -> None:
+    def gather_parameters(self) -> None:
         """Free weights that were gathered before the update; the next use gathers them again."""
         for module in self._modules:
             for part in module.modules():
@@ -157,7 +157,7 @@ class FullyShardedReducer(OnWays):
                 self._used.add(one.sharded_param)
         reduce(*unused)
 
-    def _ways(self) -> Sequence[Way]:
+    def _ways(self) -> Sequence[FlatReduction]:
         return self._units.ways if self._units is not None else ()
 
     def _share(self, one: LocalParameter) -> _Share:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
-from closeranks.sync.buckets import Member
+from closeranks.sync.buckets import BucketMember
 
 
-class DataGroup(Protocol):
+class CommGroup(Protocol):
     """What a reducer needs of a group; ``parallel.group.Group`` implements it."""
 
     @property
@@ -30,7 +30,7 @@ class DataGroup(Protocol):
     def process_group(self) -> dist.ProcessGroup | None: ...
 
 
-def hold_whole(module: nn.Module) -> tuple[LocalParameter, ...]:
+def local_parameters(module: nn.Module) -> tuple[LocalParameter, ...]:
     """The parameters of a module that no other axis has sharded."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -40,17 +40,17 @@ def hold_whole(module: nn.Module) -> tuple[LocalParameter, ...]:
     )
 
 
-def as_members(
+def bucket_members(
     held: Sequence[LocalParameter],
     *,
     keep_rows: bool = False,
     is_exact: Callable[[LocalParameter], bool] = lambda one: False,
-) -> tuple[Member, ...]:
+) -> tuple[BucketMember, ...]:
     """The parameters as input of a bucket plan; ``keep_rows`` where shards must be boxes or ranges of rows,
     ``is_exact`` for those that must not be compressed."""
     groups = list(dict.fromkeys(group for one in held for group in one.partial_over))
     return tuple(
-        Member(
+        BucketMember(
             one.piece.name,
             one.parameter.numel(),
             str(one.parameter.dtype),
@@ -58,7 +58,7 @@ def as_members(
             one.stage,
             one.is_primary,
             tuple(groups.index(group) for group in one.partial_over),
-            row_of(one.parameter) if keep_rows else 1,
+            row_numel(one.parameter) if keep_rows else 1,
             is_exact(one),
         )
         for one in held
@@ -70,18 +70,18 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def outer_dim(parameter: Tensor) -> int:
+def slowest_dim(parameter: Tensor) -> int:
     """The slowest-varying dim in memory."""
     strides = dense_strides(parameter)
     return max(range(len(strides)), key=lambda dim: (parameter.shape[dim] > 1, strides[dim]))
 
 
-def row_of(parameter: Tensor) -> int:
+def row_numel(parameter: Tensor) -> int:
     """1 where memory is in row order; otherwise the number of elements under one index of the slowest dim."""
     is_by_rows = torch.empty_like(parameter, device="meta").is_contiguous()
-    return 1 if is_by_rows else parameter.numel() // parameter.shape[outer_dim(parameter)]
+    return 1 if is_by_rows else parameter.numel() // parameter.shape[slowest_dim(parameter)]
 
 
-def view_of(buffer: Tensor, offset: int, parameter: Tensor) -> Tensor:
+def view_like(buffer: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A view with the parameter's shape and strides: fused optimizers read weight and gradient in memory order."""
     return buffer.as_strided(parameter.shape, dense_strides(parameter), buffer.storage_offset() + offset)

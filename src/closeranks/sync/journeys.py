@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Awaited(Protocol):
+class PendingWork(Protocol):
     """A pending collective, or several: the part of ``dist.Work`` that a reduction needs."""
 
     def wait(self) -> object: ...
 
 
-Journey = Iterator[Awaited]
+AsyncReduction = Iterator[PendingWork]
 
 
-def travel(journey: Journey) -> None:
+def run_reduction(journey: AsyncReduction) -> None:
     """Run a reduction to its end, waiting for each collective."""
     for work in journey:
         work.wait()
@@ -33,8 +33,8 @@ def travel(journey: Journey) -> None:
 
 @dataclass(slots=True)
 class _Traveller:
-    journey: Journey
-    work: Awaited | None
+    journey: AsyncReduction
+    work: PendingWork | None
     num_ahead: int
     """Collectives that it has still to start."""
 
@@ -46,13 +46,13 @@ class _Traveller:
         self.num_ahead -= 1
 
 
-class Convoy:
+class InFlightReductions:
     """The reductions in flight."""
 
     def __init__(self) -> None:
         self._travellers: list[_Traveller] = []
 
-    def add(self, journey: Journey, num_legs: int) -> None:
+    def add(self, journey: AsyncReduction, num_legs: int) -> None:
         """Start a reduction. Earlier ones that have collectives left to start advance by one; the others are not waited
         for: they have nothing to start, and backward should not be held up."""
         waiting = [one for one in self._travellers if one.num_ahead > 0]
@@ -60,7 +60,7 @@ class Convoy:
         for one in waiting:
             one.move()
 
-    def finish(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all reductions."""
         while self._travellers:
             waiting, self._travellers = self._travellers, []
@@ -69,18 +69,18 @@ class Convoy:
                 if one.work is not None:
                     self._travellers.append(one)
 
-    def shorten(self, num_left: int) -> None:
+    def wait_until(self, num_left: int) -> None:
         """Wait for the oldest reductions until ``num_left`` are left."""
         while len(self._travellers) > num_left:
             oldest = self._travellers.pop(0)
             while oldest.work is not None:
                 oldest.move()
 
-    def see_in(self, journey: Journey) -> None:
+    def wait_for(self, journey: AsyncReduction) -> None:
         """Wait for a reduction and all before it; does nothing if it is done already."""
         for place, one in enumerate(self._travellers):
             if one.journey is journey:
-                self.shorten(len(self._travellers) - place - 1)
+                self.wait_until(len(self._travellers) - place - 1)
                 return
 
     def __len__(self) -> int:

@@ -18,51 +18,53 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.places import Load, Place
+from closeranks.sync.places import FlatBufferSpec, ParameterSpan
 
 RESIDUAL, OWED, FACTOR = "residual", "owed", "factor"
 
 
-class Memory:
+class StagedTensor:
     """A tensor with two values: the committed one, and the one to commit if this step is taken."""
 
     def __init__(self, value: Tensor) -> None:
-        self.kept = value
+        self.committed = value
         self._next = torch.empty_like(value)
         self._is_written = False
 
     def read(self) -> Tensor:
         """The latest value within a step."""
-        return self._next if self._is_written else self.kept
+        return self._next if self._is_written else self.committed
 
     def write(self, value: Tensor) -> None:
-        self.draft().copy_(value)
+        self.staged().copy_(value)
 
-    def draft(self) -> Tensor:
+    def staged(self) -> Tensor:
         """The buffer for this step's value, for callers that compute it in place."""
         self._is_written = True
         return self._next
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         """Commit or discard without a host sync: ``taken`` is 1 or 0 on the device."""
         if not self._is_written:
             return
         if taken.device.type != "cpu":
-            torch.where(taken > 0, self._next, self.kept, out=self.kept)
+            torch.where(taken > 0, self._next, self.committed, out=self.committed)
         elif taken > 0:  # the host can read it here, and a copy is cheaper than torch.where
-            self.kept.copy_(self._next)
+            self.committed.copy_(self._next)
         self._is_written = False
 
 
-def in_rows(kind: str, flat: Tensor, load: Load, row: int, num_rows: int) -> Iterator[ErrorFeedbackTensor]:
+def error_feedback_rows(
+    kind: str, flat: Tensor, load: FlatBufferSpec, row: int, num_rows: int
+) -> Iterator[ErrorFeedbackTensor]:
     """A flat tensor with the layout of a flat buffer, parameter by parameter."""
-    for place in load.places:
+    for place in load.spans:
         part = flat[place.offset : place.offset + place.numel]
         tensor = part.view(1, *place.piece.size) if place.is_box else part
         yield ErrorFeedbackTensor(kind, _row_piece(kind, place, row, num_rows), tensor)
 
 
-def _row_piece(kind: str, place: Place, row: int, num_rows: int) -> Piece:
+def _row_piece(kind: str, place: ParameterSpan, row: int, num_rows: int) -> Piece:
     box = place.piece
     return Piece(
         f"{kind}/{box.name}",

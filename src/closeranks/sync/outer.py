@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor, ParameterShard
-from closeranks.sync.held import view_of
-from closeranks.sync.journeys import travel
-from closeranks.sync.places import Load, Place, in_memory_order, memory_order
-from closeranks.sync.ways import WayMaker
+from closeranks.sync.held import view_like
+from closeranks.sync.journeys import run_reduction
+from closeranks.sync.places import FlatBufferSpec, ParameterSpan, in_memory_order, memory_order
+from closeranks.sync.ways import ReductionFactory
 
 
 @dataclass(frozen=True, slots=True)
-class OuterRule:
+class OuterSgd:
     """SGD on the anchor, as the table ``[sync.local]`` configures it."""
 
     lr: float
@@ -49,7 +49,7 @@ class OuterRule:
         anchor.sub_(ahead, alpha=self.lr)
 
 
-class Kept(NamedTuple):
+class OuterState(NamedTuple):
     """The state of one parameter shard between synchronizations: views of the flat tensors."""
 
     leaf: ParameterShard
@@ -62,7 +62,7 @@ class _Fragment:
     """Parameter shards of one dtype that synchronize together, their flat tensors, and the reduction of these."""
 
     def __init__(
-        self, leaves: Sequence[ParameterShard], num_replicas: int, ways: WayMaker, *, has_momentum: bool
+        self, leaves: Sequence[ParameterShard], num_replicas: int, ways: ReductionFactory, *, has_momentum: bool
     ) -> None:
         self.leaves = leaves
         load = _load_of(leaves, num_replicas)
@@ -73,24 +73,24 @@ class _Fragment:
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         offset = 0
         for leaf in self.leaves:
-            yield view_of(flat, offset, leaf.tensor)
+            yield view_like(flat, offset, leaf.tensor)
             offset += leaf.tensor.numel()
 
 
-def _load_of(leaves: Sequence[ParameterShard], num_replicas: int) -> Load:
+def _load_of(leaves: Sequence[ParameterShard], num_replicas: int) -> FlatBufferSpec:
     """The shards one after the other, padded so that the buffer divides evenly."""
-    places, offset = list[Place](), 0
+    places, offset = list[ParameterSpan](), 0
     for leaf in leaves:
         piece, (begin, end) = replace(leaf.piece, flat=None), leaf.piece.flat or (0, leaf.piece.numel)
         if leaf.piece.flat is None:
             piece = in_memory_order(piece, memory_order(leaf.tensor))
-        places.append(Place(piece, offset, begin, end))
+        places.append(ParameterSpan(piece, offset, begin, end))
         offset += end - begin
     first = leaves[0].tensor
-    return Load(tuple(places), -(-offset // num_replicas) * num_replicas, first.dtype, first.device)
+    return FlatBufferSpec(tuple(places), -(-offset // num_replicas) * num_replicas, first.dtype, first.device)
 
 
-class Outer:
+class OuterOptimizer:
     """``ways``: how deltas are summed over replicas; ``exact_ways``: the same for those that must not be compressed.
 
     Call sequence: ``meet`` after the inner update of each step that synchronizes, with the fragments that do;
@@ -101,10 +101,10 @@ class Outer:
         self,
         leaves: Sequence[ParameterShard],
         fragment_of: Mapping[str, int],
-        rule: OuterRule,
+        rule: OuterSgd,
         num_replicas: int,
-        ways: WayMaker,
-        exact_ways: WayMaker,
+        ways: ReductionFactory,
+        exact_ways: ReductionFactory,
         exact: Collection[str] = (),
         alone: Collection[str] = (),
     ) -> None:
@@ -134,34 +134,34 @@ class Outer:
                 anchor.copy_(leaf.tensor)
 
     @torch.no_grad()
-    def meet(self, step: int, fragments: Iterable[int], share: float | None = None) -> None:
+    def outer_step(self, step: int, fragments: Iterable[int], share: float | None = None) -> None:
         """A collective of the replicas. ``share``: the weight of this one's delta; None: all have the same."""
         for number in fragments:
             for part in self._fragments.get(number, ()):
-                part.way.begin(step)
+                part.way.begin_step(step)
                 self._meet(part, share)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas."""
         for part in self._parts():
-            yield from part.way.memory()
+            yield from part.way.error_feedback()
 
-    def losses(self) -> list[Tensor]:
+    def compression_errors(self) -> list[Tensor]:
         """As for a reducer."""
-        return [found for part in self._parts() if (found := part.way.losses()) is not None]
+        return [found for part in self._parts() if (found := part.way.compression_errors()) is not None]
 
-    def kept(self) -> Iterator[Kept]:
+    def states(self) -> Iterator[OuterState]:
         for part in self._parts():
             momenta = repeat(None) if part.momentum is None else part.views(part.momentum)
-            yield from map(Kept, part.leaves, part.views(part.anchor), momenta)
+            yield from map(OuterState, part.leaves, part.views(part.anchor), momenta)
 
     def _meet(self, part: _Fragment, share: float | None) -> None:
         delta = torch.zeros_like(part.anchor)  # allocated only while synchronizing
         for leaf, own, anchor in zip(part.leaves, part.views(delta), part.views(part.anchor), strict=True):
             torch.sub(anchor, leaf.tensor, out=own)
         delta.mul_(1.0 / self._num_replicas if share is None else share)
-        travel(part.way.sum(delta))
-        part.way.settle(torch.ones((), device=delta.device))
+        run_reduction(part.way.all_reduce(delta))
+        part.way.commit(torch.ones((), device=delta.device))
         self._rule.update(part.anchor, part.momentum, delta)
         for leaf, anchor in zip(part.leaves, part.views(part.anchor), strict=True):
             leaf.tensor.copy_(anchor)

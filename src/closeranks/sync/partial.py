@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class PartialGradient(NamedTuple):
     """A gradient, in whatever form its reducer keeps it, and the groups over which to sum it."""
 
     gradient: Tensor
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """None is torch's default group."""
 
 
-def sum_parts(parts: Sequence[Part]) -> None:
+def sum_partial_gradients(parts: Sequence[PartialGradient]) -> None:
     """In place. Blocks on the CPU; on CUDA the streams wait, not the host."""
     for turn in range(max((len(part.groups) for part in parts), default=0)):
         waiting = [part for part in parts if len(part.groups) > turn]

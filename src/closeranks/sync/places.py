@@ -21,7 +21,7 @@ from closeranks.sync.held import dense_strides
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSpan:
     """Elements ``begin`` to ``end`` of a box of a parameter, row by row, are at ``offset``."""
 
     piece: Piece
@@ -40,45 +40,45 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Load:
+class FlatBufferSpec:
     """A flat buffer without its values: size and spans."""
 
-    places: tuple[Place, ...]
+    spans: tuple[ParameterSpan, ...]
     numel: int
     dtype: torch.dtype
     device: torch.device
 
     @cached_property
-    def gaps(self) -> Tensor | None:
+    def padding_indices(self) -> Tensor | None:
         """Indices of the padding elements; None where there are none."""
         is_gap = torch.ones(self.numel, dtype=torch.bool)
-        for place in self.places:
+        for place in self.spans:
             is_gap[place.offset : place.offset + place.numel] = False
         return is_gap.nonzero().view(-1).to(self.device) if is_gap.any() else None
 
-    def clear_gaps(self, flat: Tensor) -> None:
+    def zero_padding(self, flat: Tensor) -> None:
         """Zero the padding: codes of a few bits cannot represent zero."""
-        if self.gaps is not None:
-            flat.index_fill_(0, self.gaps, 0.0)
+        if self.padding_indices is not None:
+            flat.index_fill_(0, self.padding_indices, 0.0)
 
-    def slice(self, first: int, last: int) -> Load:
+    def slice(self, first: int, last: int) -> FlatBufferSpec:
         """The spec of elements ``first`` to ``last`` alone."""
-        clipped = (_clipped(place, first, last) for place in self.places)
+        clipped = (_clipped(place, first, last) for place in self.spans)
         return replace(self, places=tuple(place for place in clipped if place.numel > 0), numel=last - first)
 
 
-def _clipped(place: Place, first: int, last: int) -> Place:
+def _clipped(place: ParameterSpan, first: int, last: int) -> ParameterSpan:
     begin, end = max(place.offset, first), min(place.offset + place.numel, last)
     if begin >= end:
         return replace(place, begin=0, end=0)
     skipped = begin - place.offset
-    return Place(place.piece, begin - first, place.begin + skipped, place.begin + skipped + end - begin)
+    return ParameterSpan(place.piece, begin - first, place.begin + skipped, place.begin + skipped + end - begin)
 
 
-def place_of(held: LocalParameter, offset: int) -> Place:
+def parameter_span(held: LocalParameter, offset: int) -> ParameterSpan:
     """The span of a held parameter that is stored densely at ``offset``."""
     piece = in_memory_order(held.piece, memory_order(held.parameter))
-    return Place(piece, offset, 0, piece.numel)
+    return ParameterSpan(piece, offset, 0, piece.numel)
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
     return Piece(name, sorted_by(piece.shape), sorted_by(piece.start), sorted_by(piece.size), piece.flat)
 
 
-def load_of(held: Sequence[LocalParameter], offsets: Sequence[int], flat: Tensor) -> Load:
+def flat_buffer_spec(held: Sequence[LocalParameter], offsets: Sequence[int], flat: Tensor) -> FlatBufferSpec:
     """The spec of a flat tensor that holds these parameters at these offsets."""
-    places = tuple(place_of(one, offset) for one, offset in zip(held, offsets, strict=True))
-    return Load(places, flat.numel(), flat.dtype, flat.device)
+    places = tuple(parameter_span(one, offset) for one, offset in zip(held, offsets, strict=True))
+    return FlatBufferSpec(places, flat.numel(), flat.dtype, flat.device)

@@ -51,7 +51,7 @@ def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
         yield Problem("sync.local.replicas", what, f"Use one of {divisors(most)}.")
 
 
-def num_replicas(sync: SyncConfig, layout: Layout, num_hosts: int = 1) -> int:
+def num_replica_groups(sync: SyncConfig, layout: Layout, num_hosts: int = 1) -> int:
     """How many replicas synchronise now and then; 1 where gradients are summed over all ranks in every step."""
     local = sync.local
     if not local.is_on or local.replicas:
@@ -62,7 +62,7 @@ def num_replicas(sync: SyncConfig, layout: Layout, num_hosts: int = 1) -> int:
     return max(size for size in divisors(layout.data) if size <= most)
 
 
-def sharded_within(layout: Layout, count: int) -> Layout:
+def shard_within_replica_group(layout: Layout, count: int) -> Layout:
     """State is split over the data ranks of one replica, unless the job says over how many."""
     if count == 1 or layout.zero == 0 or layout.shard or layout.data % count:
         return layout
@@ -71,15 +71,15 @@ def sharded_within(layout: Layout, count: int) -> Layout:
 
 def planned_layout(sync: SyncConfig, layout: Layout) -> Layout:
     """As far as the job alone tells: how many hosts there are is known when a run is assembled."""
-    return sharded_within(layout, sync.local.replicas or 1) if sync.local.is_on else layout
+    return shard_within_replica_group(layout, sync.local.replicas or 1) if sync.local.is_on else layout
 
 
-def balances(sync: SyncConfig, count: int) -> bool:
+def is_balanced(sync: SyncConfig, count: int) -> bool:
     """Whether slower replicas may have fewer micro-batches."""
     return sync.local.is_on and sync.local.balance and count > 1
 
 
-def whole_replicas(sync: SyncConfig, full: Layout, layouts: Iterable[Layout]) -> Iterator[Layout]:
+def whole_replica_groups(sync: SyncConfig, full: Layout, layouts: Iterable[Layout]) -> Iterator[Layout]:
     """Layouts that consist of whole replicas of the full one; none where a job does not say how many there are."""
     width = _width(sync, full)
     for layout in layouts if width else ():
@@ -101,7 +101,7 @@ def resized(sync: SyncConfig, full: Layout, layout: Layout) -> SyncConfig:
     return sync.model_copy(update={"local": local.model_copy(update={"replicas": kept})})
 
 
-def resized_words(before: SyncConfig, now: SyncConfig) -> str:
+def describe_resize(before: SyncConfig, now: SyncConfig) -> str:
     """For people; empty where the number of replicas did not change."""
     count = now.local.replicas
     return (

@@ -16,7 +16,7 @@ from closeranks.sync.config import SyncConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class SyncSchedule:
     """A step number counts finished steps: the first step of a run is step 1."""
 
     every: int = 0
@@ -26,24 +26,24 @@ class Rounds:
     """Of the whole run."""
 
     @classmethod
-    def of(cls, sync: SyncConfig, num_steps: int) -> Rounds:
+    def from_config(cls, sync: SyncConfig, num_steps: int) -> SyncSchedule:
         local = sync.local
         return cls(local.every, local.fragments if local.is_on else 1, num_steps)
 
     @property
-    def gap(self) -> int:
+    def sync_interval(self) -> int:
         """Steps between two synchronizations."""
         return max(1, self.every // self.num_fragments)
 
-    def is_boundary(self, step: int) -> bool:
+    def is_sync_step(self, step: int) -> bool:
         """Whether replicas synchronize after ``step``; before the first step they count as synchronized."""
-        return step % self.gap == 0 or step == self.num_steps
+        return step % self.sync_interval == 0 or step == self.num_steps
 
     def refusal(self, step: int) -> tuple[str, str]:
         """Why an action of all replicas together cannot happen after ``step``, and what to do; empty where it can."""
-        if self.is_boundary(step):
+        if self.is_sync_step(step):
             return "", ""
-        fix = f"Call it when they have met: the next time is after step {self.after(step)}."
+        fix = f"Call it when they have met: the next time is after step {self.next_sync(step)}."
         return "while replicas train apart", fix
 
     def fragments(self, step: int) -> tuple[int, ...]:
@@ -52,28 +52,28 @@ class Rounds:
             return ()
         if step == self.num_steps:
             return tuple(range(self.num_fragments))
-        turn, rest = divmod(step, self.gap)
+        turn, rest = divmod(step, self.sync_interval)
         return () if rest else ((turn - 1) % self.num_fragments,)
 
-    def before(self, step: int) -> int:
+    def previous_sync(self, step: int) -> int:
         """The last synchronization before ``step``."""
-        return (step - 1) // self.gap * self.gap
+        return (step - 1) // self.sync_interval * self.sync_interval
 
-    def after(self, step: int) -> int:
+    def next_sync(self, step: int) -> int:
         """The next synchronization after ``step``."""
-        return min((step // self.gap + 1) * self.gap, max(self.num_steps, step + 1))
+        return min((step // self.sync_interval + 1) * self.sync_interval, max(self.num_steps, step + 1))
 
-    def number(self, step: int) -> int:
+    def num_syncs(self, step: int) -> int:
         """The number of synchronizations of a run up to and including ``step``."""
-        return step // self.gap + (step == self.num_steps and step % self.gap > 0)
+        return step // self.sync_interval + (step == self.num_steps and step % self.sync_interval > 0)
 
-    def passes(self, step: int, every: int) -> bool:
+    def is_due(self, step: int, every: int) -> bool:
         """Whether an action that is due every ``every`` steps (0: never) is due at ``step``. It runs at
         synchronizations only, for all steps since the previous one."""
-        return every > 0 and self.is_boundary(step) and step // every > self.before(step) // every
+        return every > 0 and self.is_sync_step(step) and step // every > self.previous_sync(step) // every
 
 
-def part(sizes: Mapping[str, int], blocks: Sequence[str], num_fragments: int) -> dict[str, int]:
+def assign_fragments(sizes: Mapping[str, int], blocks: Sequence[str], num_fragments: int) -> dict[str, int]:
     """The fragment of every parameter. ``sizes``: their numbers of elements, in the order of the model.
 
     Blocks are assigned round-robin, so that every fragment has some from all depths; a parameter outside all blocks

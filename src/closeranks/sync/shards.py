@@ -20,18 +20,18 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ParameterShard
-from closeranks.sync.buckets import Bucket, plan_buckets
-from closeranks.sync.collectives import gather_flat
-from closeranks.sync.departures import Departures
-from closeranks.sync.held import DataGroup, as_members, dense_strides, outer_dim, row_of, view_of
-from closeranks.sync.journeys import Convoy, Journey
-from closeranks.sync.partial import Part, sum_parts
-from closeranks.sync.places import load_of
-from closeranks.sync.ways import OnWays, Way, WayMaker, flat_ways
+from closeranks.sync.buckets import GradientBucket, plan_buckets
+from closeranks.sync.collectives import all_gather_flat
+from closeranks.sync.departures import BucketScheduler
+from closeranks.sync.held import CommGroup, bucket_members, dense_strides, row_numel, slowest_dim, view_like
+from closeranks.sync.journeys import AsyncReduction, InFlightReductions
+from closeranks.sync.partial import PartialGradient, sum_partial_gradients
+from closeranks.sync.places import flat_buffer_spec
+from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory, plain_reductions
 
 ALIGN_BYTES = 64
 """Alignment of parameters in a bucket: kernels are slower on unaligned addresses, and compiled ones copy first."""
-NUM_UNDER_WAY = 2
+NUM_IN_FLIGHT = 2
 """Buckets in flight where gradients are freed in every backward: one is started while one completes."""
 
 
@@ -40,14 +40,14 @@ class _Bucket:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: GradientBucket,
         held: Sequence[LocalParameter],
-        shard: DataGroup,
-        over_shards: WayMaker,
-        over_replicas: WayMaker,
+        shard: CommGroup,
+        over_shards: ReductionFactory,
+        over_replicas: ReductionFactory,
     ) -> None:
         self.held = [held[number] for number in bucket.members]
-        self.stage, self.is_spoken = bucket.stage, bucket.is_spoken
+        self.stage, self.is_spoken = bucket.stage, bucket.is_primary
         self._offsets = bucket.offsets
         self._strides = [dense_strides(one.parameter) for one in self.held]
         first = self.held[0].parameter
@@ -64,11 +64,11 @@ class _Bucket:
         """By member, in how many of this step's reductions it had no gradient."""
         self.is_summed = False
         """Whether the sum over replicas is done or in flight too."""
-        self.journey: Journey | None = None
+        self.journey: AsyncReduction | None = None
         """The latest reduction of this step."""
-        load = load_of(self.held, self._offsets, self.weights)
-        self.over_shards: Way = over_shards(load)
-        self.over_replicas: Way = over_replicas(load.slice(self._first, self._first + share))
+        load = flat_buffer_spec(self.held, self._offsets, self.weights)
+        self.over_shards: FlatReduction = over_shards(load)
+        self.over_replicas: FlatReduction = over_replicas(load.slice(self._first, self._first + share))
         for place, one in enumerate(self.held):
             view = self.member(self.weights, place)
             view.copy_(one.parameter.detach())
@@ -107,19 +107,19 @@ class _Bucket:
                 gradient = self.gradient[begin - self._first : end - self._first]
                 if piece.flat is None:
                     like = one.parameter.detach()[tuple(map(slice, piece.size))]
-                    weights, gradient = view_of(weights, 0, like), view_of(gradient, 0, like)
+                    weights, gradient = view_like(weights, 0, like), view_like(gradient, 0, like)
                 yield ParameterShard(weights, piece, one.is_primary and is_speaker), gradient
 
 
 def _piece(one: LocalParameter, begin: int, end: int) -> Piece:
     """Elements ``begin`` to ``end`` in memory: a range of rows, or a box where memory is not in row order."""
-    row = row_of(one.parameter)
+    row = row_numel(one.parameter)
     if row == 1:
         return one.piece.flattened(begin, end)
-    return one.piece.narrow(outer_dim(one.parameter), begin // row, end // row)
+    return one.piece.narrow(slowest_dim(one.parameter), begin // row, end // row)
 
 
-class ShardedReducer(OnWays):
+class ShardedReducer(CompressibleReducer):
     """Reduce-scatter of gradients, all-gather of weights; see ``core.protocols.Reducer`` for the call sequence.
 
     ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
@@ -132,22 +132,22 @@ class ShardedReducer(OnWays):
     def __init__(
         self,
         held: Sequence[LocalParameter],
-        shard: DataGroup,
-        replica: DataGroup,
+        shard: CommGroup,
+        replica: CommGroup,
         *,
         zero: int,
         hold: str,
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
-        ways: WayMaker | None = None,
+        ways: ReductionFactory | None = None,
         is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         trained = [one for one in held if one.parameter.requires_grad]
         self._shard, self._replica = shard, replica
         self.needs_equal_counts = zero == 2 and hold == "shards"
         self.plan = plan_buckets(
-            as_members(trained, keep_rows=True, is_exact=is_exact),
+            bucket_members(trained, keep_rows=True, is_exact=is_exact),
             cap_bytes=bucket_bytes,
             first_cap_bytes=first_bucket_bytes,
             num_shards=shard.size * (1 if ways is None else replica.size),
@@ -159,8 +159,8 @@ class ShardedReducer(OnWays):
         self._leaf_gradients = tuple(gradient for _, gradient in shares)
         self._last_of: set[int] = set()
         """Stages in their last backward of this step."""
-        self._convoy = Convoy()
-        self._departures = Departures(
+        self._convoy = InFlightReductions()
+        self._departures = BucketScheduler(
             self.plan,
             [one.parameter for one in trained],
             load=lambda bucket, place: self._buckets[bucket].load(place),
@@ -169,46 +169,48 @@ class ShardedReducer(OnWays):
             overlap=overlap,
         )
 
-    def leaves(self) -> Sequence[ParameterShard]:
+    def parameter_shards(self) -> Sequence[ParameterShard]:
         return self._leaves
 
     def begin_step(self, step: int) -> None:
         for way in self._ways():
-            way.begin(step)
+            way.begin_step(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         if is_last:
             self._last_of.add(stage)
-        self._departures.begin(stage, is_last=is_last)
+        self._departures.begin_backward(stage, is_last=is_last)
 
     def end_backward(self, stage: int = 0) -> None:
-        self._departures.end(stage)
+        self._departures.end_backward(stage)
 
     def finish(self) -> None:
         """Reduce buckets that backward did not fill, then wait. On CUDA the streams wait, not the host."""
         self._departures.finish()
-        self._convoy.finish()
+        self._convoy.wait_all()
         for bucket in self._buckets:
             if bucket.num_sums == 0:  # a step without any backward
                 bucket.gradient.zero_()
             if not bucket.is_summed:
-                self._convoy.add(bucket.over_replicas.sum(bucket.gradient), bucket.over_replicas.num_legs)
-        self._convoy.finish()
-        sum_parts([Part(b.gradient, groups) for b in self._buckets if (groups := b.held[0].partial_over)])
+                self._convoy.add(bucket.over_replicas.all_reduce(bucket.gradient), bucket.over_replicas.num_collectives)
+        self._convoy.wait_all()
+        sum_partial_gradients(
+            [PartialGradient(b.gradient, groups) for b in self._buckets if (groups := b.held[0].partial_over)]
+        )
         for leaf, gradient in zip(self._leaves, self._leaf_gradients, strict=True):
             leaf.tensor.grad = gradient
 
     def gradients(self) -> Sequence[Tensor]:
         return [bucket.gradient for bucket in self._buckets]
 
-    def spoken(self) -> Sequence[Tensor]:
+    def primary_gradients(self) -> Sequence[Tensor]:
         """Each shard rank of the first replica holds the primary copy of its slices."""
         return [bucket.gradient for bucket in self._buckets if bucket.is_spoken and self._replica.rank == 0]
 
-    def absent(self) -> Collection[str]:
+    def unused_parameters(self) -> Collection[str]:
         return {name for bucket in self._buckets for name in bucket.absent()}
 
-    def spread(self) -> None:
+    def gather_parameters(self) -> None:
         """All-gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
 
         Any code may read a parameter after this (a checkpoint, another module of a tied pair), so nothing is left in
@@ -217,7 +219,7 @@ class ShardedReducer(OnWays):
         if self._shard.size == 1:
             return
         group = self._shard.process_group
-        works = [gather_flat(b.weights, b.slice, group=group, async_op=True) for b in self._buckets]
+        works = [all_gather_flat(b.weights, b.slice, group=group, async_op=True) for b in self._buckets]
         for work in works:
             work.wait()
 
@@ -232,13 +234,13 @@ class ShardedReducer(OnWays):
         self._last_of.clear()
         self._departures.reset()
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[FlatReduction]:
         for bucket in self._buckets:
             yield bucket.over_shards
             yield bucket.over_replicas
 
-    def _bucket(self, bucket: Bucket, held: Sequence[LocalParameter], ways: WayMaker | None) -> _Bucket:
-        over_shards, over_replicas = flat_ways(self._shard), flat_ways(self._replica)
+    def _bucket(self, bucket: GradientBucket, held: Sequence[LocalParameter], ways: ReductionFactory | None) -> _Bucket:
+        over_shards, over_replicas = plain_reductions(self._shard), plain_reductions(self._replica)
         if ways is not None and not bucket.is_exact:
             over_shards, over_replicas = (over_shards, ways) if self._replica.size > 1 else (ways, over_replicas)
         return _Bucket(bucket, held, self._shard, over_shards, over_replicas)
@@ -249,23 +251,23 @@ class ShardedReducer(OnWays):
         is_first = bucket.num_sums == 0
         is_last = not self.needs_equal_counts or bucket.stage in self._last_of or bucket.stage == SEVERAL_STAGES
         bucket.num_sums += 1
-        num_legs = bucket.over_shards.num_legs
+        num_legs = bucket.over_shards.num_collectives
         if is_last and self._replica.size > 1:
-            num_legs += bucket.over_replicas.num_legs
-        if bucket.journey is not None and bucket.over_shards.num_legs > 1:
-            self._convoy.see_in(bucket.journey)  # at its end it writes the error feedback that the next one reads
+            num_legs += bucket.over_replicas.num_collectives
+        if bucket.journey is not None and bucket.over_shards.num_collectives > 1:
+            self._convoy.wait_for(bucket.journey)  # at its end it writes the error feedback that the next one reads
         bucket.journey = _journey(bucket, outgoing, is_first=is_first, is_last=is_last)
         self._convoy.add(bucket.journey, num_legs)
         if self.needs_equal_counts:
-            self._convoy.shorten(NUM_UNDER_WAY)
+            self._convoy.wait_until(NUM_IN_FLIGHT)
 
 
-def _journey(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> Journey:
+def _journey(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> AsyncReduction:
     """Reduce over the shards into this rank's slice, and after the last reduction of the step over replicas."""
     arriving = bucket.gradient if is_first else torch.empty_like(bucket.gradient)
-    yield from bucket.over_shards.scatter(outgoing, arriving)
+    yield from bucket.over_shards.reduce_scatter(outgoing, arriving)
     if not is_first:
         bucket.gradient.add_(arriving)
     if is_last:
         bucket.is_summed = True
-        yield from bucket.over_replicas.sum(bucket.gradient)
+        yield from bucket.over_replicas.all_reduce(bucket.gradient)

@@ -16,14 +16,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.sync.collectives import gather_flat
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import Awaited
+from closeranks.sync.collectives import all_gather_flat
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import PendingWork
 
 _PIECE_BYTES = 1 << 19
 
 
-def swap(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
+def all_to_all(arriving: Tensor, outgoing: Tensor, group: CommGroup) -> PendingWork:
     """All-to-all: send a row of ``outgoing`` to each other rank, in rank order, and receive a row of ``arriving`` from
     each."""
     peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -34,13 +34,13 @@ def swap(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
     return _started(dist.all_to_all_single(*flat, splits, splits, group=group.process_group, async_op=True))
 
 
-def gather(arriving: Tensor, outgoing: Tensor, group: DataGroup) -> Awaited:
+def all_gather(arriving: Tensor, outgoing: Tensor, group: CommGroup) -> PendingWork:
     """All-gather: the flat ``outgoing`` of every other rank into its row of ``arriving``; this rank's own row may stay
     unwritten."""
     peers = [rank for rank in range(group.size) if rank != group.rank]
     if outgoing.device.type == "cpu":
         return _in_pieces(peers, [outgoing] * len(peers), [arriving[rank] for rank in peers], group)
-    return _started(gather_flat(arriving.view(-1), outgoing, group=group.process_group, async_op=True))
+    return _started(all_gather_flat(arriving.view(-1), outgoing, group=group.process_group, async_op=True))
 
 
 class _Several:
@@ -55,8 +55,8 @@ class _Several:
 
 
 def _in_pieces(
-    peers: Sequence[int], outgoing: Sequence[Tensor] | Tensor, arriving: Sequence[Tensor] | Tensor, group: DataGroup
-) -> Awaited:
+    peers: Sequence[int], outgoing: Sequence[Tensor] | Tensor, arriving: Sequence[Tensor] | Tensor, group: CommGroup
+) -> PendingWork:
     works: list[dist.Work] = []
     for peer, sent, taken in zip(peers, outgoing, arriving, strict=True):
         for there, here in zip(_pieces(sent), _pieces(taken), strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter
 from closeranks.facts.collectives import Link, NetworkModel, best_bucket_bytes
-from closeranks.sync.held import DataGroup
+from closeranks.sync.held import CommGroup
 
 _KIB, _MIB = 1 << 10, 1 << 20
 SIZES = (_KIB, 64 * _KIB, _MIB, 8 * _MIB)
@@ -36,7 +36,7 @@ _LEAST_LATENCY_S = 1e-7
 _SHARE_OF_BACKWARD = 2 / 3
 
 
-class Sample(NamedTuple):
+class AllReduceSample(NamedTuple):
     """One size, and how long its all-reduce took."""
 
     num_bytes: int
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class BucketTuning:
     """The bucket size in use."""
 
     bucket_mib: float = 0.0
@@ -54,7 +54,7 @@ class Tuned:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BackwardWork:
     """What one rank has to send, and the backward that can hide it."""
 
     gradient_bytes: int
@@ -74,15 +74,15 @@ def backward_s(flops: float, flops_per_s: float) -> float:
     return _SHARE_OF_BACKWARD * flops / flops_per_s if flops_per_s > 0 else 0.0
 
 
-def tune(data: DataGroup, world: DataGroup, device: torch.device, work: Work) -> Tuned:
+def tune_bucket_size(data: CommGroup, world: CommGroup, device: torch.device, work: BackwardWork) -> BucketTuning:
     """A collective of the world, whose data groups all measure at the same time, as in training."""
-    link = link_of(measure(data, world, device), data.size)
+    link = fit_link(time_all_reduces(data, world, device), data.size)
     total, behind_s = _largest((float(work.gradient_bytes), work.backward_s), world, device)
     size = best_bucket_bytes(total, behind_s, NetworkModel.flat(data.size, link))
-    return Tuned(size / _MIB, link)
+    return BucketTuning(size / _MIB, link)
 
 
-def measure(data: DataGroup, world: DataGroup, device: torch.device) -> list[Sample]:
+def time_all_reduces(data: CommGroup, world: CommGroup, device: torch.device) -> list[AllReduceSample]:
     """Median times of a few all-reduces; the slowest rank's time counts."""
 
     def seconds_of(num_bytes: int) -> float:
@@ -92,20 +92,20 @@ def measure(data: DataGroup, world: DataGroup, device: torch.device) -> list[Sam
         return agreed_s
 
     _timed(torch.zeros(1, device=device), data)  # connections are made by the first
-    return sampled(seconds_of)
+    return sample_sizes(seconds_of)
 
 
-def sampled(seconds_of: Callable[[int], float]) -> list[Sample]:
+def sample_sizes(seconds_of: Callable[[int], float]) -> list[AllReduceSample]:
     """Smallest first, as far as the budget allows."""
-    samples: list[Sample] = []
+    samples: list[AllReduceSample] = []
     for size in SIZES:
         if NUM_REPS * expected_s(samples, size) > BUDGET_S:
             break
-        samples.append(Sample(size, seconds_of(size)))
+        samples.append(AllReduceSample(size, seconds_of(size)))
     return samples
 
 
-def expected_s(samples: Sequence[Sample], num_bytes: int) -> float:
+def expected_s(samples: Sequence[AllReduceSample], num_bytes: int) -> float:
     """The expected time of the next size, extrapolated linearly from the last two; 0 for the first two sizes."""
     if len(samples) < 2:
         return 0.0
@@ -113,7 +113,7 @@ def expected_s(samples: Sequence[Sample], num_bytes: int) -> float:
     return late_s + max(late_s - early_s, 0.0) / (large - small) * (num_bytes - large)
 
 
-def link_of(samples: Sequence[Sample], num_ranks: int) -> Link:
+def fit_link(samples: Sequence[AllReduceSample], num_ranks: int) -> Link:
     """The link on which a ring all-reduce of ``num_ranks`` ranks takes these times: a + b n by least squares of
     relative errors, where a is 2 (p-1) latencies and b n the time of the 2 (p-1)/p n bytes that a rank sends."""
     points = [(1 / max(seconds, 1e-9) ** 2, size, seconds) for size, seconds in samples]
@@ -129,7 +129,7 @@ def link_of(samples: Sequence[Sample], num_ranks: int) -> Link:
     return Link(latency_s, num_rounds / num_ranks / slope)
 
 
-def _timed(payload: Tensor, group: DataGroup) -> float:
+def _timed(payload: Tensor, group: CommGroup) -> float:
     _wait_for(payload.device)
     began_at = time.perf_counter()
     dist.all_reduce(payload, group=group.process_group)
@@ -142,7 +142,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _largest(values: Sequence[float], world: DataGroup, device: torch.device) -> tuple[float, ...]:
+def _largest(values: Sequence[float], world: CommGroup, device: torch.device) -> tuple[float, ...]:
     """The maximum of each value over all ranks."""
     agreed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.process_group)

@@ -22,16 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import travel
-from closeranks.sync.places import Load, Place
-from closeranks.sync.ways import Way, WayMaker, flat_ways
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import run_reduction
+from closeranks.sync.places import FlatBufferSpec, ParameterSpan
+from closeranks.sync.ways import FlatReduction, ReductionFactory, plain_reductions
 
 
-class UnitScatter:
+class FsdpReduceScatter:
     """FSDP2's ``ReduceScatter``, by a reduction of ours."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: FlatReduction) -> None:
         self._way = way
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,14 +40,14 @@ class UnitScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        travel(self._way.scatter(input_tensor, output_tensor))
+        run_reduction(self._way.reduce_scatter(input_tensor, output_tensor))
         return None
 
 
-class ReplicaSum:
+class FsdpAllReduceHook:
     """FSDP2's all-reduce hook: accumulates the results of a step's earlier backwards, and sums all in the last one."""
 
-    def __init__(self, way: Way, num_missing: int) -> None:
+    def __init__(self, way: FlatReduction, num_missing: int) -> None:
         self._way, self._num_missing = way, num_missing
         self._held: Tensor | None = None
         self.is_last = True
@@ -61,62 +61,62 @@ class ReplicaSum:
             arrived.add_(self._held)
             self._held = None
         if not self._num_missing:
-            travel(self._way.sum(arrived))
+            run_reduction(self._way.all_reduce(arrived))
             return
         padded = torch.nn.functional.pad(arrived, (0, self._num_missing))
-        travel(self._way.sum(padded))
+        run_reduction(self._way.all_reduce(padded))
         arrived.copy_(padded[: arrived.numel()])
 
 
-class Units:
+class FsdpReductions:
     """Reductions for all units of a rank's modules, one each: over replicas where there are any, else over shards."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         held: Sequence[LocalParameter],
-        shard: DataGroup,
-        replica: DataGroup,
-        ways: WayMaker,
+        shard: CommGroup,
+        replica: CommGroup,
+        ways: ReductionFactory,
         is_exact: Callable[[LocalParameter], bool],
     ) -> None:
         """``is_exact``: parameters whose unit is summed uncompressed; so are parameters shared by several stages of a
         rank."""
         self._shard, self._replica = shard, replica
-        self.ways: list[Way] = []
-        self._sums: list[list[ReplicaSum]] = []
+        self.ways: list[FlatReduction] = []
+        self._sums: list[list[FsdpAllReduceHook]] = []
         by_parameter = {one.parameter: one for one in held}
         copies = Counter(one.piece.name for one in held)
-        exact = flat_ways(replica if replica.size > 1 else shard)
+        exact = plain_reductions(replica if replica.size > 1 else shard)
         for module in modules:
             self._sums.append([])
-            for part in fsdp_parts(module):
+            for part in fsdp_modules(module):
                 if trained := _trained(part, by_parameter):
                     stays = any(is_exact(one) or copies[one.piece.name] > 1 for one in trained)
-                    self._take(part, unit_load(trained, shard.size), exact if stays else ways)
+                    self._take(part, fsdp_buffer_spec(trained, shard.size), exact if stays else ways)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
         for one in self._sums[stage]:
             one.is_last = is_last
 
-    def _take(self, part: FSDPModule, load: Load, make: WayMaker) -> None:
+    def _take(self, part: FSDPModule, load: FlatBufferSpec, make: ReductionFactory) -> None:
         if self._replica.size == 1:
             self.ways.append(make(load))
-            part.set_custom_reduce_scatter(UnitScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
+            part.set_custom_reduce_scatter(FsdpReduceScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
             return
         share, rank = load.numel // self._shard.size, self._shard.rank
         own = load.slice(share * rank, share * (rank + 1))
         num_missing = -own.numel % self._replica.size
         self.ways.append(make(replace(own, numel=own.numel + num_missing)))
-        self._sums[-1].append(ReplicaSum(self.ways[-1], num_missing))
+        self._sums[-1].append(FsdpAllReduceHook(self.ways[-1], num_missing))
         part.set_all_reduce_hook(self._sums[-1][-1])
 
 
-def fsdp_parts(module: nn.Module) -> Iterator[FSDPModule]:
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def parameter_groups(part: FSDPModule) -> list[Any]:
+def fsdp_param_groups(part: FSDPModule) -> list[Any]:
     """FSDP2's own parameter groups of a unit: torch 2.11 has one per module, later versions several."""
     state: Any = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -125,24 +125,24 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
 
 def _trained(part: FSDPModule, held: Mapping[nn.Parameter, LocalParameter]) -> list[LocalParameter]:
     """A unit's trained parameters in the order in which FSDP2 lays them out."""
-    parameters = [one.sharded_param for group in parameter_groups(part) for one in group.fsdp_params]
+    parameters = [one.sharded_param for group in fsdp_param_groups(part) for one in group.fsdp_params]
     return [held[parameter] for parameter in parameters if parameter.requires_grad]
 
 
-def unit_load(held: Sequence[LocalParameter], num_shards: int) -> Load:
+def fsdp_buffer_spec(held: Sequence[LocalParameter], num_shards: int) -> FlatBufferSpec:
     """See [Note: unit loads]."""
     first = held[0].parameter
     shares = [_rows_each(one.piece, num_shards) * _row(one.piece) for one in held]
     share = sum(shares)
-    places: list[Place] = []
+    places: list[ParameterSpan] = []
     for rank in range(num_shards):
         offset = share * rank
         for one, size in zip(held, shares, strict=True):
             piece = one.piece.shard(0, rank, num_shards)
             if piece.numel:
-                places.append(Place(piece, offset, 0, piece.numel))
+                places.append(ParameterSpan(piece, offset, 0, piece.numel))
             offset += size
-    return Load(tuple(places), share * num_shards, first.dtype, first.device)
+    return FlatBufferSpec(tuple(places), share * num_shards, first.dtype, first.device)
 
 
 def _rows_each(piece: Piece, num_shards: int) -> int:

@@ -18,123 +18,123 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.collectives import gather_flat, reduce_flat
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import Journey
-from closeranks.sync.places import Load
+from closeranks.sync.collectives import all_gather_flat, reduce_scatter_flat
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import AsyncReduction
+from closeranks.sync.places import FlatBufferSpec
 
 
-class Way(Protocol):
-    num_legs: int
+class FlatReduction(Protocol):
+    num_collectives: int
     """The largest number of collectives that one reduction takes."""
 
-    def begin(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> None: ...
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         """All-reduce in place."""
         ...
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         """Reduce-scatter: this rank's slice of the sum into ``arriving``; ``outgoing`` is garbage afterwards."""
         ...
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         """Commit this step's error feedback where ``taken`` is 1, discard it where it is 0."""
         ...
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]: ...
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]: ...
 
-    def losses(self) -> Tensor | None:
+    def compression_errors(self) -> Tensor | None:
         """The compression error that this rank measured of its own part in this step: squared norms of the error, of
         the exact sum and of ours, and the dot product of the two; None where nothing was measured. Cleared when read.
         """
         ...
 
 
-WayMaker = Callable[[Load], Way]
+ReductionFactory = Callable[[FlatBufferSpec], FlatReduction]
 
 
-class OnWays:
+class CompressibleReducer:
     """A reducer's access to the error feedback and the measured errors of its reductions."""
 
-    def _ways(self) -> Iterable[Way]:
+    def _ways(self) -> Iterable[FlatReduction]:
         raise NotImplementedError
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         for way in self._ways():
-            way.settle(taken)
+            way.commit(taken)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         for way in self._ways():
-            yield from way.memory()
+            yield from way.error_feedback()
 
-    def losses(self) -> list[Tensor]:
-        return [found for way in self._ways() if (found := way.losses()) is not None]
+    def compression_errors(self) -> list[Tensor]:
+        return [found for way in self._ways() if (found := way.compression_errors()) is not None]
 
 
-class Flat:
+class PlainReduction:
     """One torch collective over all ranks of a group."""
 
-    num_legs = 1
+    num_collectives = 1
 
-    def __init__(self, group: DataGroup) -> None:
+    def __init__(self, group: CommGroup) -> None:
         self._group = group
 
-    def begin(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> None: ...
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         if self._group.size > 1:
             work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
             assert work is not None
             yield work
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         if self._group.size > 1:
-            yield reduce_flat(arriving, outgoing, group=self._group.process_group, async_op=True)
+            yield reduce_scatter_flat(arriving, outgoing, group=self._group.process_group, async_op=True)
         else:
             arriving.copy_(outgoing)
 
-    def settle(self, taken: Tensor) -> None: ...
+    def commit(self, taken: Tensor) -> None: ...
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         return iter(())
 
-    def losses(self) -> Tensor | None:
+    def compression_errors(self) -> Tensor | None:
         return None
 
 
-def flat_ways(group: DataGroup) -> WayMaker:
-    return lambda load: Flat(group)
+def plain_reductions(group: CommGroup) -> ReductionFactory:
+    return lambda load: PlainReduction(group)
 
 
-class TwoLevels:
+class HierarchicalReduction:
     """Hierarchical: inside the host, across hosts, inside the host. ``inside`` are the ranks of this host, ``across``
     one of every host; the flat buffer divides evenly among those inside."""
 
-    def __init__(self, load: Load, inside: DataGroup, across: WayMaker) -> None:
+    def __init__(self, load: FlatBufferSpec, inside: CommGroup, across: ReductionFactory) -> None:
         self._inside, share = inside, load.numel // inside.size
         own = load.slice(share * inside.rank, share * (inside.rank + 1))
         self._slice = torch.empty(share, dtype=load.dtype, device=load.device)
         self._across = across(own)
-        self.num_legs = 2 + self._across.num_legs
+        self.num_collectives = 2 + self._across.num_collectives
 
-    def begin(self, step: int) -> None:
-        self._across.begin(step)
+    def begin_step(self, step: int) -> None:
+        self._across.begin_step(step)
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         group = self._inside.process_group
-        yield reduce_flat(self._slice, flat, group=group, async_op=True)
-        yield from self._across.sum(self._slice)
-        yield gather_flat(flat, self._slice, group=group, async_op=True)
+        yield reduce_scatter_flat(self._slice, flat, group=group, async_op=True)
+        yield from self._across.all_reduce(self._slice)
+        yield all_gather_flat(flat, self._slice, group=group, async_op=True)
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         raise NotImplementedError("a sum of two levels reaches every rank")
 
-    def settle(self, taken: Tensor) -> None:
-        self._across.settle(taken)
+    def commit(self, taken: Tensor) -> None:
+        self._across.commit(taken)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
-        return self._across.memory()
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
+        return self._across.error_feedback()
 
-    def losses(self) -> Tensor | None:
-        return self._across.losses()
+    def compression_errors(self) -> Tensor | None:
+        return self._across.compression_errors()

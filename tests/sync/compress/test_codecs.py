@@ -7,23 +7,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.compress.build import CODECS, words
+from closeranks.sync.compress.build import CODECS, describe_compression
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16, Float16
-from closeranks.sync.compress.int8 import STEPS, Int8
-from closeranks.sync.compress.onebit import BLOCK, OneBit
-from closeranks.sync.compress.topk import TopK
+from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.int8 import STEPS, Int8Codec
+from closeranks.sync.compress.onebit import BLOCK, OneBitCodec
+from closeranks.sync.compress.topk import TopKCodec
 from closeranks.sync.config import CompressConfig
 from tests.sync.compress.names import COMPRESSORS
 
 REGISTERED = [make(CompressConfig()) for make in CODECS.values()]
-each_codec = pytest.mark.parametrize("codec", [*REGISTERED, TopK(0.3)], ids=lambda codec: type(codec).__name__)
+each_codec = pytest.mark.parametrize("codec", [*REGISTERED, TopKCodec(0.3)], ids=lambda codec: type(codec).__name__)
 
 
 def test_every_name_of_the_config_is_built_and_described() -> None:
     assert set(COMPRESSORS) == {*CODECS, "powersgd"}
     for name in COMPRESSORS:
-        said = words(CompressConfig.model_validate({"name": name}), "gradients")
+        said = describe_compression(CompressConfig.model_validate({"name": name}), "gradients")
         assert "gradients travel" in said
 
 
@@ -50,7 +50,7 @@ def test_it_keeps_what_it_promises(
     decoded = codec.decode(codes, numel, dtype)
     assert decoded.dtype == dtype
     lost, whole = (rows - decoded).square().sum(1), rows.square().sum(1)
-    assert (lost <= (1 - codec.delta(numel) + 1e-6) * whole).all()
+    assert (lost <= (1 - codec.contraction(numel) + 1e-6) * whole).all()
 
 
 @each_codec
@@ -80,13 +80,13 @@ def test_nothing_stays_nothing_where_a_code_knows_zero(codec: Codec) -> None:
 def test_int8_is_off_by_half_a_step_at_most() -> None:
     rows = torch.randn(1, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     blocks = rows.view(-1, 256)
-    off = (rows - round_trip(Int8(), rows)).view(-1, 256).abs().amax(1)
+    off = (rows - round_trip(Int8Codec(), rows)).view(-1, 256).abs().amax(1)
     assert (off <= blocks.abs().amax(1) / (2 * STEPS) * 1.001).all()
 
 
 def test_one_bit_is_the_sign_times_the_mean_size() -> None:
     rows = torch.randn(1, BLOCK + 100, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    decoded = round_trip(OneBit(), rows)
+    decoded = round_trip(OneBitCodec(), rows)
     for part in (slice(0, BLOCK), slice(BLOCK, None)):
         mean = rows[0, part].abs().mean()
         torch.testing.assert_close(decoded[0, part], rows[0, part].sign() * mean, rtol=1e-6, atol=0)
@@ -94,7 +94,7 @@ def test_one_bit_is_the_sign_times_the_mean_size() -> None:
 
 def test_top_k_are_the_largest_of_each_block() -> None:
     rows = torch.randn(1, 40_000, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    decoded = round_trip(TopK(0.01), rows)
+    decoded = round_trip(TopKCodec(0.01), rows)
     block = -(-40_000 // 3)
     for first in range(0, 40_000, block):
         own, got = rows[0, first : first + block], decoded[0, first : first + block]
@@ -104,7 +104,14 @@ def test_top_k_are_the_largest_of_each_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "least"), [(BFloat16(), 2.0), (Float16(), 1.99), (Int8(), 3.9), (OneBit(), 31.0), (TopK(0.01), 98.0)]
+    ("codec", "least"),
+    [
+        (BFloat16Codec(), 2.0),
+        (Float16Codec(), 1.99),
+        (Int8Codec(), 3.9),
+        (OneBitCodec(), 31.0),
+        (TopKCodec(0.01), 98.0),
+    ],
 )
 def test_how_much_less_travels_of_a_large_load(codec: Codec, least: float) -> None:
     numel = 4_000_000

@@ -7,17 +7,17 @@ import torch
 
 from closeranks.core.pieces import Piece
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16, Float16
-from closeranks.sync.compress.int8 import Int8
-from closeranks.sync.compress.onebit import OneBit
-from closeranks.sync.compress.powersgd import orthonormal
-from closeranks.sync.compress.topk import TopK
-from closeranks.sync.memory import Memory
-from closeranks.sync.places import Load, Place
+from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.int8 import Int8Codec
+from closeranks.sync.compress.onebit import OneBitCodec
+from closeranks.sync.compress.powersgd import orthogonalize
+from closeranks.sync.compress.topk import TopKCodec
+from closeranks.sync.memory import StagedTensor
+from closeranks.sync.places import FlatBufferSpec, ParameterSpan
 
 pytestmark = pytest.mark.gpu
 
-CODECS: list[Codec] = [BFloat16(), Float16(), Int8(), OneBit(), TopK(0.01)]
+CODECS: list[Codec] = [BFloat16Codec(), Float16Codec(), Int8Codec(), OneBitCodec(), TopKCodec(0.01)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
@@ -38,23 +38,23 @@ def test_codes_mean_what_they_do_on_a_cpu(codec: Codec, numel: int) -> None:
 
 
 def test_memory_settles_and_gaps_are_cleared_without_the_host() -> None:
-    places = (Place(Piece.whole("a", (40,)), 0, 0, 40), Place(Piece.whole("b", (50,)), 64, 0, 50))
-    load = Load(places, 128, torch.float32, torch.device("cuda"))
-    memory, taken = Memory(torch.zeros(128, device="cuda")), torch.ones((), device="cuda")
-    assert load.gaps is not None
+    places = (ParameterSpan(Piece.whole("a", (40,)), 0, 0, 40), ParameterSpan(Piece.whole("b", (50,)), 64, 0, 50))
+    load = FlatBufferSpec(places, 128, torch.float32, torch.device("cuda"))
+    memory, taken = StagedTensor(torch.zeros(128, device="cuda")), torch.ones((), device="cuda")
+    assert load.padding_indices is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         value = torch.ones(128, device="cuda")
-        load.clear_gaps(value)
+        load.zero_padding(value)
         memory.write(value)
-        memory.settle(taken)
+        memory.commit(taken)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert memory.kept.sum().item() == 90
+    assert memory.committed.sum().item() == 90
 
 
 def test_columns_become_orthonormal() -> None:
     matrices = torch.randn(5, 300, 4, generator=torch.Generator().manual_seed(2)).cuda()
-    found = orthonormal(matrices)
+    found = orthogonalize(matrices)
     torch.testing.assert_close(found.mT @ found, torch.eye(4, device="cuda").expand(5, 4, 4), rtol=0, atol=1e-5)

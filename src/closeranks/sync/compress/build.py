@@ -8,44 +8,46 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.compressed import Compressed, Plan, Scheme
-from closeranks.sync.compress.halves import BFloat16, Float16
-from closeranks.sync.compress.int8 import Int8
-from closeranks.sync.compress.onebit import OneBit
+from closeranks.sync.compress.compressed import CompressedReduction, CompressionSchedule, CompressionScheme
+from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.int8 import Int8Codec
+from closeranks.sync.compress.onebit import OneBitCodec
 from closeranks.sync.compress.powersgd import PowerSgd
-from closeranks.sync.compress.topk import TopK
+from closeranks.sync.compress.topk import TopKCodec
 from closeranks.sync.compress.two_shot import TwoShot
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.held import DataGroup
-from closeranks.sync.places import Load
-from closeranks.sync.ways import WayMaker
+from closeranks.sync.held import CommGroup
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.ways import ReductionFactory
 
 CODECS: dict[str, Callable[[CompressConfig], Codec]] = {
-    "bf16": lambda config: BFloat16(),
-    "fp16": lambda config: Float16(),
-    "int8": lambda config: Int8(),
-    "topk": lambda config: TopK(config.ratio),
-    "onebit": lambda config: OneBit(),
+    "bf16": lambda config: BFloat16Codec(),
+    "fp16": lambda config: Float16Codec(),
+    "int8": lambda config: Int8Codec(),
+    "topk": lambda config: TopKCodec(config.ratio),
+    "onebit": lambda config: OneBitCodec(),
 }
 
 
-def compressed_ways(config: CompressConfig, group: DataGroup, plan: Plan, *, scatters: bool = False) -> WayMaker:
+def compressed_reductions(
+    config: CompressConfig, group: CommGroup, plan: CompressionSchedule, *, scatters: bool = False
+) -> ReductionFactory:
     """``scatters``: whether only slices of the sums are needed (reduce-scatter)."""
 
-    def make(load: Load) -> Compressed:
-        scheme: Scheme
+    def make(load: FlatBufferSpec) -> CompressedReduction:
+        scheme: CompressionScheme
         if config.name == "powersgd":
             scheme = PowerSgd(config.rank, group, load, feedback=config.feedback)
         else:
             codec = CODECS[config.name](config)
             scheme = TwoShot(codec, group, load, feedback=config.feedback, scatters=scatters)
-        return Compressed(scheme, group, load, plan)
+        return CompressedReduction(scheme, group, load, plan)
 
     return make
 
 
-def words(config: CompressConfig, what: str) -> str:
+def describe_compression(config: CompressConfig, what: str) -> str:
     """A description of the compression of ``what``, for people."""
     if config.name == "powersgd":
         return f"{what} travel as products of rank {config.rank}"
-    return CODECS[config.name](config).words(what)
+    return CODECS[config.name](config).describe(what)

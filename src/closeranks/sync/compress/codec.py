@@ -24,7 +24,7 @@ class Codec(Protocol):
         """Size of the code of a row of ``numel`` values."""
         ...
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         """See [Note: contraction]; the worst case for rows of this length."""
         ...
 
@@ -36,7 +36,7 @@ class Codec(Protocol):
         """The inverse; returns a new tensor."""
         ...
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         """For people: ``gradients travel in 8 bits``, where ``what`` is ``gradients``."""
         ...
 

@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import Journey
-from closeranks.sync.places import Load
-from closeranks.sync.ways import Flat
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import AsyncReduction
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.ways import PlainReduction
 
 NUM_SAMPLED = 1 << 14
 """Values of a flat buffer that a sampled step sums exactly: 64 KiB."""
 
 
-class Scheme(Protocol):
+class CompressionScheme(Protocol):
     """A reduction that always compresses: ``TwoShot`` and ``PowerSgd``."""
 
-    num_legs: int
+    num_collectives: int
 
-    def sum(self, flat: Tensor) -> Journey: ...
+    def all_reduce(self, flat: Tensor) -> AsyncReduction: ...
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey: ...
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction: ...
 
-    def settle(self, taken: Tensor) -> None: ...
+    def commit(self, taken: Tensor) -> None: ...
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]: ...
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CompressionSchedule:
     """Which steps are exact and which are sampled; ``sample_every`` 0: none is sampled."""
 
     num_warmup: int = 0
@@ -54,52 +54,54 @@ class Plan:
         return not self.is_exact(step) and self.sample_every > 0 and step % self.sample_every == 0
 
 
-class Compressed:
+class CompressedReduction:
     """See ``ways.Way``."""
 
-    def __init__(self, scheme: Scheme, group: DataGroup, load: Load, plan: Plan) -> None:
+    def __init__(
+        self, scheme: CompressionScheme, group: CommGroup, load: FlatBufferSpec, plan: CompressionSchedule
+    ) -> None:
         self._scheme, self._group, self._plan = scheme, group, plan
-        self._exact = Flat(group)
+        self._exact = PlainReduction(group)
         self._stride = max(1, load.numel // NUM_SAMPLED)
         self._step = 0
         self._losses: Tensor | None = None
-        self.num_legs = scheme.num_legs + 1
+        self.num_collectives = scheme.num_collectives + 1
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         if self._plan.is_exact(self._step):
-            yield from self._exact.sum(flat)
+            yield from self._exact.all_reduce(flat)
             return
         if not self._plan.is_sampled(self._step):
-            yield from self._scheme.sum(flat)
+            yield from self._scheme.all_reduce(flat)
             return
         exact = flat[:: self._stride].clone()
-        yield from self._exact.sum(exact)
-        yield from self._scheme.sum(flat)
+        yield from self._exact.all_reduce(exact)
+        yield from self._scheme.all_reduce(flat)
         if self._group.rank == 0:  # all ranks hold the same
             self._compare(flat[:: self._stride], exact)
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         if self._plan.is_exact(self._step):
-            yield from self._exact.scatter(outgoing, arriving)
+            yield from self._exact.reduce_scatter(outgoing, arriving)
             return
         if not self._plan.is_sampled(self._step):
-            yield from self._scheme.scatter(outgoing, arriving)
+            yield from self._scheme.reduce_scatter(outgoing, arriving)
             return
         exact = outgoing.view(self._group.size, -1)[:, :: self._stride].clone(memory_format=torch.contiguous_format)
-        yield from self._exact.sum(exact)
-        yield from self._scheme.scatter(outgoing, arriving)
+        yield from self._exact.all_reduce(exact)
+        yield from self._scheme.reduce_scatter(outgoing, arriving)
         self._compare(arriving[:: self._stride], exact[self._group.rank])
 
-    def settle(self, taken: Tensor) -> None:
-        self._scheme.settle(taken)
+    def commit(self, taken: Tensor) -> None:
+        self._scheme.commit(taken)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
-        return self._scheme.memory()
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
+        return self._scheme.error_feedback()
 
-    def losses(self) -> Tensor | None:
+    def compression_errors(self) -> Tensor | None:
         found, self._losses = self._losses, None
         return found
 

@@ -16,11 +16,11 @@ BLOCK = 1024
 _SCALE_BYTES = 4
 
 
-class BFloat16:
+class BFloat16Codec:
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         return 1.0 - 2.0**-16  # rounding error of eight bits, at most 2^-8 of the value, squared
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -29,18 +29,18 @@ class BFloat16:
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(codes, torch.bfloat16).to(dtype)
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         return f"{what} travel in bf16"
 
 
-class Float16:
+class Float16Codec:
     """A row's code: the scales of its blocks (the last block may be short), then its values, in whole four-byte words,
     so that both can be read as views."""
 
     def num_bytes(self, numel: int) -> int:
         return num_blocks(numel, BLOCK) * _SCALE_BYTES + 4 * (-(-numel // 2))
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         """Values below 2^-14 of their block's largest lose more bits, but all of them together little of the block."""
         return 1.0 - 2.0**-20
 
@@ -52,7 +52,7 @@ class Float16:
         scales, values = _lying_in(codes, numel)
         scaled = torch.empty(num_rows, numel, dtype=rows.dtype, device=rows.device)
         for blocks, scale, out in zip(_blocks(rows), _of_blocks(scales, numel), _blocks(scaled), strict=True):
-            scale.copy_(largest(blocks))
+            scale.copy_(block_absmax(blocks))
             torch.div(blocks, scale.to(rows.dtype), out=out)
         values.copy_(scaled)
         return codes
@@ -64,7 +64,7 @@ class Float16:
             blocks.mul_(scale.to(dtype))
         return decoded
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         return f"{what} travel in fp16"
 
 
@@ -90,7 +90,7 @@ def _of_blocks(scales: Tensor, numel: int) -> list[Tensor]:
     return [part for part in parts if part.shape[1]]
 
 
-def largest(blocks: Tensor) -> Tensor:
+def block_absmax(blocks: Tensor) -> Tensor:
     """The largest magnitude of each block, in float32, rounded up so that no value exceeds it; 1 where all are zero."""
     # Two passes that write nothing are cheaper than one that writes all magnitudes and one that reads them.
     sizes = torch.maximum(blocks.amax(dim=2, keepdim=True), -blocks.amin(dim=2, keepdim=True))

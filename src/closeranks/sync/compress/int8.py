@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from closeranks.sync.compress.codec import as_bytes, from_blocks, from_bytes, in_blocks, num_blocks
-from closeranks.sync.compress.halves import largest
+from closeranks.sync.compress.halves import block_absmax
 
 BLOCK = 256
 STEPS = 127
 _SCALE_BYTES = 4
 
 
-class Int8:
+class Int8Codec:
     def num_bytes(self, numel: int) -> int:
         return num_blocks(numel, BLOCK) * (_SCALE_BYTES + BLOCK)
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         """Worst case: one value of a block is large, and each of the others loses half a step."""
         return 1.0 - (BLOCK - 1) / (2 * STEPS) ** 2
 
     def encode(self, rows: Tensor) -> Tensor:
         blocks = in_blocks(rows, BLOCK)
-        scales = largest(blocks)
+        scales = block_absmax(blocks)
         steps = (blocks * (STEPS / scales.to(rows.dtype))).round_()
         return torch.cat([as_bytes(scales), as_bytes(steps.to(torch.int8))], dim=1)
 
@@ -38,5 +38,5 @@ class Int8:
         blocks = from_bytes(steps, torch.int8).to(dtype).view(-1, count, BLOCK)
         return from_blocks(blocks * (from_bytes(scales, torch.float32).to(dtype) / STEPS).unsqueeze(2), numel)
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         return f"{what} travel in 8 bits"

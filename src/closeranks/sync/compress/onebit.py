@@ -16,11 +16,11 @@ BLOCK = 2048
 _SCALE_BYTES = 4
 
 
-class OneBit:
+class OneBitCodec:
     def num_bytes(self, numel: int) -> int:
         return num_blocks(numel, BLOCK) * (_SCALE_BYTES + BLOCK // 8)
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         """Worst case: a block of n values with a single one that is not zero keeps 1/n of it; gradients keep about two
         thirds (2 / pi, for normally distributed values)."""
         return 1.0 / min(BLOCK, numel)
@@ -38,7 +38,7 @@ class OneBit:
         signs = bits.view(-1, count, BLOCK).to(dtype).mul_(2).sub_(1)
         return from_blocks(signs * from_bytes(scales, torch.float32).to(dtype).unsqueeze(2), numel)
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         return f"{what} travel in 1 bit"
 
 

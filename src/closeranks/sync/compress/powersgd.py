@@ -24,17 +24,17 @@ from torch import Tensor
 from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import Journey
-from closeranks.sync.memory import FACTOR, RESIDUAL, Memory, in_rows
-from closeranks.sync.places import Load, Place
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import AsyncReduction
+from closeranks.sync.memory import FACTOR, RESIDUAL, StagedTensor, error_feedback_rows
+from closeranks.sync.places import FlatBufferSpec, ParameterSpan
 
 LEAST_GAIN = 2.0
 """A matrix is compressed only if its factors are smaller by at least this factor."""
 _TINY = 1e-30
 
 
-class Part(NamedTuple):
+class MatrixRows(NamedTuple):
     """Contiguous rows of a matrix."""
 
     offset: int
@@ -42,12 +42,12 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class FlatMatrix:
     """A parameter in a flat buffer, as far as the buffer contains whole rows of it."""
 
     name: str
     """The parameter's name, and the box of it where the matrix is not the whole parameter."""
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixRows, ...]
     num_rows: int
     num_columns: int
 
@@ -55,15 +55,15 @@ class Matrix:
         found = [flat[part.offset : part.offset + part.numel].view(-1, self.num_columns) for part in self.parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def spread(self, values: Tensor, flat: Tensor) -> None:
+    def scatter(self, values: Tensor, flat: Tensor) -> None:
         for part, rows in zip(self.parts, values.view(-1).split([part.numel for part in self.parts]), strict=True):
             flat[part.offset : part.offset + part.numel] = rows
 
 
-def find_matrices(load: Load, rank: int) -> tuple[Matrix, ...]:
+def find_matrices(load: FlatBufferSpec, rank: int) -> tuple[FlatMatrix, ...]:
     """The parameters worth compressing, in the order of the flat buffer."""
-    by_name: dict[str, list[Place]] = {}
-    for place in load.places:
+    by_name: dict[str, list[ParameterSpan]] = {}
+    for place in load.spans:
         if len(place.piece.size) > 1:
             by_name.setdefault(place.piece.name, []).append(place)
     found = (_matrix(places) for places in by_name.values())
@@ -74,30 +74,32 @@ def _gains(rows: int, columns: int, rank: int) -> bool:
     return min(rows, columns) > rank and rows * columns >= LEAST_GAIN * rank * (rows + columns)
 
 
-def _matrix(places: Sequence[Place]) -> Matrix:
+def _matrix(places: Sequence[ParameterSpan]) -> FlatMatrix:
     """The whole rows of spans that may be cut within rows."""
     piece = places[0].piece
     columns = math.prod(piece.size[1:])
     rows = [(-(-place.begin // columns), place.end // columns) for place in places]
     whole = [(place, *pair) for place, pair in zip(places, rows, strict=True) if pair[0] < pair[1]]
-    parts = tuple(Part(p.offset + first * columns - p.begin, (last - first) * columns) for p, first, last in whole)
+    parts = tuple(
+        MatrixRows(p.offset + first * columns - p.begin, (last - first) * columns) for p, first, last in whole
+    )
     count = sum(last - first for _, first, last in whole)
     first_row = whole[0][0].piece.start[0] + whole[0][1] if whole else 0
     box = [(first_row, count), *zip(piece.start[1:], piece.size[1:], strict=True)]
     is_all = count == piece.shape[0] and piece.size[1:] == piece.shape[1:]
     text = ",".join(f"{start}:{start + size}" for start, size in box)
-    return Matrix(piece.name if is_all else f"{piece.name}[{text}]", parts, count, columns)
+    return FlatMatrix(piece.name if is_all else f"{piece.name}[{text}]", parts, count, columns)
 
 
 class _Batch:
     """Matrices of one shape, and the factor Q with which each starts the next step."""
 
-    def __init__(self, matrices: Sequence[Matrix], rank: int, load: Load, dtype: torch.dtype) -> None:
+    def __init__(self, matrices: Sequence[FlatMatrix], rank: int, load: FlatBufferSpec, dtype: torch.dtype) -> None:
         self.matrices = tuple(matrices)
         first = matrices[0]
         self.shape = (len(matrices), first.num_rows, first.num_columns)
         starts = [_beginning(matrix, rank).to(load.device, dtype) for matrix in matrices]
-        self.q = Memory(torch.stack(starts))
+        self.q = StagedTensor(torch.stack(starts))
         self.m = self.p = torch.empty(0)
 
     def project(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,7 +107,7 @@ class _Batch:
         return self.m @ self.q.read()
 
     def take_back(self, p: Tensor) -> Tensor:
-        self.p = orthonormal(p)
+        self.p = orthogonalize(p)
         return (self.p.mT @ self.m).mT  # on a CPU twice as fast as M' P
 
     def restore(self, q: Tensor, flat: Tensor, lost: Tensor | None, num_ranks: int) -> None:
@@ -114,20 +116,20 @@ class _Batch:
         self.q.write(torch.where((q == 0).all(dim=-2, keepdim=True), self.q.read(), q))
         product = (self.p @ q.mT).to(flat.dtype)
         for matrix, values in zip(self.matrices, product, strict=True):
-            matrix.spread(values, flat)
+            matrix.scatter(values, flat)
         if lost is not None:
             left = self.m.sub_(product, alpha=1 / num_ranks)
             for matrix, values in zip(self.matrices, left, strict=True):
-                matrix.spread(values, lost)
+                matrix.scatter(values, lost)
         self.m = self.p = torch.empty(0)
 
 
 class PowerSgd:
     """Sums a flat buffer whose matrices are sent as products of rank ``rank``."""
 
-    num_legs = 2
+    num_collectives = 2
 
-    def __init__(self, rank: int, group: DataGroup, load: Load, *, feedback: bool) -> None:
+    def __init__(self, rank: int, group: CommGroup, load: FlatBufferSpec, *, feedback: bool) -> None:
         self._group, self._load, self._rank = group, load, rank
         matrices = find_matrices(load, rank)
         # Half-precision types are too imprecise to orthogonalize in.
@@ -136,9 +138,11 @@ class PowerSgd:
         alike = [[m for m in matrices if (m.num_rows, m.num_columns) == shape] for shape in shapes]
         self._batches = [_Batch(group_of, rank, load, self._dtype) for group_of in alike]
         self._rest = _others(load, matrices)
-        self._residual = Memory(torch.zeros(load.numel, dtype=load.dtype, device=load.device)) if feedback else None
+        self._residual = (
+            StagedTensor(torch.zeros(load.numel, dtype=load.dtype, device=load.device)) if feedback else None
+        )
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         if self._residual is not None:
             flat.add_(self._residual.read())
         rest = flat.index_select(0, self._rest) if self._rest is not None else flat[:0]
@@ -147,7 +151,7 @@ class PowerSgd:
         yield self._reduce(first)
         *sums, rest_sum = _split(first, [tuple(p.shape) for p in projected] + [(rest.numel(),)])
         taken_back = [batch.take_back(p) for batch, p in zip(self._batches, sums, strict=True)]
-        lost = None if self._residual is None else self._residual.draft()
+        lost = None if self._residual is None else self._residual.staged()
         if lost is not None and self._rest is not None:
             lost.index_fill_(0, self._rest, 0.0)
         if taken_back:
@@ -159,22 +163,24 @@ class PowerSgd:
         if self._rest is not None:
             flat.index_copy_(0, self._rest, rest_sum.to(flat.dtype))
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         """Every rank computes the whole sum and takes its slice: the factors are too small to be worth slicing."""
-        yield from self.sum(outgoing)
+        yield from self.all_reduce(outgoing)
         share = arriving.numel()
         arriving.copy_(outgoing[share * self._group.rank : share * (self._group.rank + 1)])
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         for memory in (self._residual, *(batch.q for batch in self._batches)):
             if memory is not None:
-                memory.settle(taken)
+                memory.commit(taken)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
-            yield from in_rows(RESIDUAL, self._residual.kept, self._load, self._group.rank, self._group.size)
+            yield from error_feedback_rows(
+                RESIDUAL, self._residual.committed, self._load, self._group.rank, self._group.size
+            )
         for batch in self._batches:
-            for matrix, q in zip(batch.matrices, batch.q.kept, strict=True):
+            for matrix, q in zip(batch.matrices, batch.q.committed, strict=True):
                 piece = Piece.whole(f"{FACTOR}/{matrix.name}", (1, *q.shape))
                 yield ErrorFeedbackTensor(FACTOR, piece, q.unsqueeze(0), is_saved_here=self._group.rank == 0)
 
@@ -184,16 +190,16 @@ class PowerSgd:
         return work
 
 
-def orthonormal(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Orthonormalize the columns: on a CPU by a QR factorization, elsewhere by Gram-Schmidt, which is cheaper there for
     a few columns."""
     if matrices.device.type != "cpu":
-        return by_columns(matrices)
+        return gram_schmidt(matrices)
     factor: Tensor = torch.linalg.qr(matrices).Q
     return factor
 
 
-def by_columns(matrices: Tensor) -> Tensor:
+def gram_schmidt(matrices: Tensor) -> Tensor:
     """Gram-Schmidt, with each column orthogonalized twice: what remains of a linearly dependent column is rounding
     error, which once normalised may overlap the others again, and a direction must not count twice. A column of zeros
     stays zero."""
@@ -207,13 +213,13 @@ def by_columns(matrices: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1)
 
 
-def _beginning(matrix: Matrix, rank: int) -> Tensor:
+def _beginning(matrix: FlatMatrix, rank: int) -> Tensor:
     """The initial factor: random, and the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(derive_seed(0, "powersgd", matrix.name))
     return torch.randn(matrix.num_columns, rank, generator=generator)
 
 
-def _others(load: Load, matrices: Sequence[Matrix]) -> Tensor | None:
+def _others(load: FlatBufferSpec, matrices: Sequence[FlatMatrix]) -> Tensor | None:
     """Indices of the elements that are sent uncompressed; None where there are none."""
     travels = torch.ones(load.numel, dtype=torch.bool)
     for matrix in matrices:

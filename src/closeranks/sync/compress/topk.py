@@ -19,7 +19,7 @@ BLOCK = 16384
 _PLACE_BYTES = _VALUE_BYTES = 2
 
 
-class TopK:
+class TopKCodec:
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
 
@@ -27,7 +27,7 @@ class TopK:
         block, count = self._blocks(numel)
         return count * self._num_kept(block) * (_PLACE_BYTES + _VALUE_BYTES)
 
-    def delta(self, numel: int) -> float:
+    def contraction(self, numel: int) -> float:
         """The largest values hold at least their share of the square sum, less what bf16 rounds off."""
         block, _ = self._blocks(numel)
         return self._num_kept(block) / block * (1.0 - 2.0**-16)
@@ -48,7 +48,7 @@ class TopK:
         blocks = torch.zeros(codes.shape[0], count, block, dtype=dtype, device=codes.device)
         return from_blocks(blocks.scatter_(2, places, values), numel)
 
-    def words(self, what: str) -> str:
+    def describe(self, what: str) -> str:
         return f"the largest {self._ratio:.2%} of {what} travel"
 
     def _blocks(self, numel: int) -> tuple[int, int]:

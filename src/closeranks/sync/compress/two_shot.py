@@ -21,19 +21,19 @@ from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.held import DataGroup
-from closeranks.sync.journeys import Journey
-from closeranks.sync.memory import OWED, RESIDUAL, Memory, in_rows
-from closeranks.sync.places import Load
-from closeranks.sync.swaps import gather, swap
+from closeranks.sync.held import CommGroup
+from closeranks.sync.journeys import AsyncReduction
+from closeranks.sync.memory import OWED, RESIDUAL, StagedTensor, error_feedback_rows
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.swaps import all_gather, all_to_all
 
 
 class TwoShot:
     """The flat buffer must divide evenly among the ranks of the group; ``feedback``: whether errors are kept."""
 
-    num_legs = 2
+    num_collectives = 2
 
-    def __init__(self, codec: Codec, group: DataGroup, load: Load, *, feedback: bool, scatters: bool) -> None:
+    def __init__(self, codec: Codec, group: CommGroup, load: FlatBufferSpec, *, feedback: bool, scatters: bool) -> None:
         self._codec, self._group, self._load = codec, group, load
         self._share = load.numel // group.size
         first = self._share * group.rank
@@ -44,7 +44,7 @@ class TwoShot:
         self._residual = _zeros(load) if feedback else None
         self._owed = _zeros(self._own) if feedback and not scatters else None
 
-    def sum(self, flat: Tensor) -> Journey:
+    def all_reduce(self, flat: Tensor) -> AsyncReduction:
         rows, rank = flat.view(self._group.size, -1), self._group.rank
         yield from self._collect(rows)
         own = rows[rank : rank + 1]
@@ -53,21 +53,21 @@ class TwoShot:
         code = self._codec.encode(own)
         meant = self._codec.decode(code, self._share, flat.dtype)
         if self._owed is not None:
-            torch.sub(own, meant, out=self._owed.draft().view_as(own))
-            self._own.clear_gaps(self._owed.draft())
+            torch.sub(own, meant, out=self._owed.staged().view_as(own))
+            self._own.zero_padding(self._owed.staged())
         own.copy_(meant)
         codes = torch.empty(self._group.size, code.shape[1], dtype=torch.uint8, device=flat.device)
-        yield gather(codes, code.view(-1), self._group)
+        yield all_gather(codes, code.view(-1), self._group)
         for others in self._others:
             rows[others] = self._codec.decode(codes[others], self._share, flat.dtype)
-        self._load.clear_gaps(flat)
+        self._load.zero_padding(flat)
 
-    def scatter(self, outgoing: Tensor, arriving: Tensor) -> Journey:
+    def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         rows = outgoing.view(self._group.size, -1)
         yield from self._collect(rows)
         arriving.copy_(rows[self._group.rank])
 
-    def _collect(self, rows: Tensor) -> Journey:
+    def _collect(self, rows: Tensor) -> AsyncReduction:
         """Sum this rank's slice into its row; the other rows are garbage afterwards."""
         if self._residual is not None:
             rows.add_(self._residual.read().view_as(rows))
@@ -76,31 +76,33 @@ class TwoShot:
             self._remember(rows, codes, self._residual)
         outgoing = codes[0] if len(codes) == 1 else torch.cat(codes)
         arrived = torch.empty_like(outgoing)
-        yield swap(arrived, outgoing, self._group)
+        yield all_to_all(arrived, outgoing, self._group)
         own = rows[self._group.rank]
         for part in self._codec.decode(arrived, self._share, rows.dtype):
             own.add_(part)
-        self._own.clear_gaps(own)
+        self._own.zero_padding(own)
 
-    def _remember(self, rows: Tensor, codes: Sequence[Tensor], memory: Memory) -> None:
+    def _remember(self, rows: Tensor, codes: Sequence[Tensor], memory: StagedTensor) -> None:
         """Store the compression error of the rows."""
-        lost = memory.draft().view_as(rows)
+        lost = memory.staged().view_as(rows)
         lost[self._group.rank] = 0.0
         for others, code in zip(self._others, codes, strict=True):
             torch.sub(rows[others], self._codec.decode(code, self._share, rows.dtype), out=lost[others])
-        self._load.clear_gaps(memory.draft())
+        self._load.zero_padding(memory.staged())
 
-    def settle(self, taken: Tensor) -> None:
+    def commit(self, taken: Tensor) -> None:
         for memory in (self._residual, self._owed):
             if memory is not None:
-                memory.settle(taken)
+                memory.commit(taken)
 
-    def memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
-            yield from in_rows(RESIDUAL, self._residual.kept, self._load, self._group.rank, self._group.size)
+            yield from error_feedback_rows(
+                RESIDUAL, self._residual.committed, self._load, self._group.rank, self._group.size
+            )
         if self._owed is not None:
-            yield from in_rows(OWED, self._owed.kept, self._own, 0, 1)
+            yield from error_feedback_rows(OWED, self._owed.committed, self._own, 0, 1)
 
 
-def _zeros(load: Load) -> Memory:
-    return Memory(torch.zeros(load.numel, dtype=load.dtype, device=load.device))
+def _zeros(load: FlatBufferSpec) -> StagedTensor:
+    return StagedTensor(torch.zeros(load.numel, dtype=load.dtype, device=load.device))
