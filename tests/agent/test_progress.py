@@ -165,7 +165,7 @@ def test_a_phase_is_never_seen_with_an_older_time_than_its_own(word: SharedProgr
 def test_the_last_words_of_a_killed_process_can_be_read() -> None:
     fd = create_progress_fd()
     code = (
-        "import os, sys; from closeranks.agent.progress import ProgressWord;"
+        "import os, sys; from closeranks.agent.progress import SharedProgress;"
         "ProgressWord(int(sys.argv[1])).write(41, 5); os.kill(os.getpid(), 9)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=(fd,))

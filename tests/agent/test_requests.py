@@ -26,7 +26,9 @@ pytestmark = pytest.mark.world
 def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path: Path) -> None:
     token, second = secrets.token_hex(32), []
     door = JoinEndpoint("127.0.0.1", 0, JobToken(token.encode()))
-    plan = host.plan("torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, most_hosts=2, door=door)
+    plan = host.plan(
+        "torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, max_hosts=2, join_endpoint=door
+    )
 
     def join(note: str) -> None:
         """The lead says how another host joins."""

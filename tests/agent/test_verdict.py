@@ -196,7 +196,7 @@ def test_ranks_in_words_name_each_once(ranks: set[int]) -> None:
 
 
 def still(rank: int, why: str = "hang", **changes: Any) -> WorkerReport:
-    settings = {"step": 12, "phase": "reducing gradients", "status": -signal.SIGKILL, "still_s": 5.25}
+    settings = {"step": 12, "phase": "reducing gradients", "status": -signal.SIGKILL, "hang_s": 5.25}
     return WorkerReport(rank, hang_kind=why, **{**settings, **changes})
 
 
@@ -271,7 +271,7 @@ def test_the_report_of_a_hang() -> None:
         "  | File a.py",
     ]
     assert "stopped by SIGSTOP for 5.25 s" in str(find_root_cause([fenced(0), still(1, "stopped")]).error)
-    seen = still(1, still_why="stood still for 5.2 s, reducing gradients; busy in one thread")
+    seen = still(1, hang_cause="stood still for 5.2 s, reducing gradients; busy in one thread")
     first = str(find_root_cause([fenced(0), seen]).error).splitlines()[0]
     assert first == f"rank 1 of 2 failed at step 12: {seen.hang_cause}; it was given up"
 

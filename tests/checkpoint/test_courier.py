@@ -257,9 +257,9 @@ def test_the_writer_is_nice_small_quick_and_without_torch(tmp_path: Path) -> Non
 
 TRAINER = """
 import os, sys, time
-from closeranks.checkpoint.courier import Courier
+from closeranks.checkpoint.courier import WriterClient
 from tests.checkpoint import saving
-one = Courier(saving.settings(sys.argv[1], timeout_s=60.0))
+one = WriterClient(saving.settings(sys.argv[1], timeout_s=60.0))
 made, buffer = saving.order(1, 0, 2)
 fd = os.memfd_create("buffer")
 os.write(fd, buffer)

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 
 ENUMERATE = """
 import json
-from closeranks.core.faults import POINTS
+from closeranks.core.faults import FAILPOINTS as POINTS
 import closeranks.checkpoint.writer
 import closeranks.storage.local
 written = list(POINTS)

@@ -22,12 +22,12 @@ from tests.cli.commands import TINY, closeranks, started, wait_for_line
 AGENT = """
 import sys, time
 from pathlib import Path
-from closeranks.telemetry.status import Status, StatusWriter, this_process
+from closeranks.telemetry.status import RunStatus, StatusWriter, this_process
 writer = StatusWriter(Path(sys.argv[1]))
 status = {"run": sys.argv[1], "num_steps": 40, "writer": this_process(), "began_at": time.time()}
 for word in sys.stdin:
     state, step = word.split()
-    writer.write(Status(state=state, step=int(step), at=time.time(), **status))
+    writer.write(RunStatus(state=state, step=int(step), at=time.time(), **status))
     print(word, end="", flush=True)
 """
 

@@ -8,19 +8,19 @@ import sys
 
 SCRIPT = """
 import json, mmap, os, socket, subprocess, sys
-from closeranks.core.descriptors import keep_from_children, own_sockets, unshare_memory
+from closeranks.core.descriptors import close_in_children, track_sockets, exclude_from_fork
 
 slot = os.memfd_create("closeranks-slot")
 os.truncate(slot, 4096)
-memory = unshare_memory(mmap.mmap(slot, 4096))
+memory = exclude_from_fork(mmap.mmap(slot, 4096))
 users_memory = os.memfd_create("users-own")
 users_ends = socket.socketpair()
-with own_sockets():
+with track_sockets():
     ours = socket.socketpair()
 for end in ours:
     assert not end.get_inheritable()
-keep_from_children()
-keep_from_children()
+close_in_children()
+close_in_children()
 
 def held():
     links = {}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PASSES = "from closeranks.core.faults import point\npoint('first')\npoint('second')\nprint('alive')"
+PASSES = "from closeranks.core.faults import failpoint\npoint('first')\npoint('second')\nprint('alive')"
 
 
 def _pass(**environ: str) -> int:

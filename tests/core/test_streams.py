@@ -109,7 +109,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up_for_long(kind: str) -> None
 
 def test_closed_standard_descriptors_are_opened_before_files_take_their_place() -> None:
     script = (
-        "from closeranks.core.streams import outlast_readers\n"
+        "from closeranks.core.streams import ignore_broken_pipes\n"
         "outlast_readers()\n"
         "import os, sys\n"
         "file = open(sys.argv[1], 'w')\n"

@@ -151,7 +151,7 @@ def test_spares_make_the_shares_even_and_count_nowhere(
         assert len({len(share) for share in shares}) == 1
         assert tuple(one for share in shares for one in share if not one.is_padding) == schedule.micro_batches(step)
         for spare in (one for share in shares for one in share if one.is_padding):
-            assert replace(spare, is_spare=False) == schedule.micro_batches(step)[-1]
+            assert replace(spare, is_padding=False) == schedule.micro_batches(step)[-1]
 
 
 def _check_step(schedule: BatchSchedule, step: int, whole: tuple[MicroBatch, ...]) -> None:

@@ -96,9 +96,9 @@ def test_without_the_mask_or_the_choice_of_targets_the_loss_is_another(
         monkeypatch.setattr("closeranks.models.documents._bias", lambda documents, dtype: causal[None, None])
     elif without == "positions":
         counting = torch.arange(LENGTH - 1).expand(len(ROWS), -1)
-        monkeypatch.setattr("closeranks.models.documents.positions", lambda documents: counting)
+        monkeypatch.setattr("closeranks.models.documents.document_positions", lambda documents: counting)
     else:
-        monkeypatch.setattr("closeranks.models.llama.counted", lambda documents: documents[:, 1:] >= 0)
+        monkeypatch.setattr("closeranks.models.llama.target_mask", lambda documents: documents[:, 1:] >= 0)
     found, _, _ = learn(spec, module, [batch])
     if without == "positions":
         assert found == pytest.approx(expected, rel=1e-12)

@@ -88,12 +88,12 @@ def test_a_large_model_on_many_ranks_is_listed_quickly_and_without_torch() -> No
 import sys, time
 from pathlib import Path
 from closeranks.run.job import load_job
-from closeranks.run.describe import subject_of
-from closeranks.plan.layouts import Costing, layouts_of, sort_out
+from closeranks.run.describe import describe_job
+from closeranks.plan.layouts import LayoutCostModel, candidate_layouts, filter_legal
 sizes = ["model.preset=405b", "train.global_batch=2048", "train.micro_batch=1", "data.seq_len=8192"]
-subject = subject_of(load_job(Path({str(TINY)!r}), sizes).value)
-costing = Costing(subject)
-costs = [costing.of(layout) for layout in sort_out(layouts_of(1024), subject.demands).legal]
+subject = describe_job(load_job(Path({str(TINY)!r}), sizes).value)
+costing = LayoutCostModel(subject)
+costs = [costing.of(layout) for layout in filter_legal(candidate_layouts(1024), subject.constraints).legal]
 assert len(costs) > 100
 assert not {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
 print(time.process_time())

@@ -140,7 +140,9 @@ def check_for_ever() -> None:
 
 def test_a_run_whose_place_was_taken_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terms = LeaseTimes(renew_s=0.01, lease_s=60.0)
-    monkeypatch.setattr("closeranks.storage.local.owned", lambda *args: hold_folder(*args[:3], terms, is_shared=True))
+    monkeypatch.setattr(
+        "closeranks.storage.local.hold_folder", lambda *args: hold_folder(*args[:3], terms, is_shared=True)
+    )
     with owned_run_folder(job(tmp_path / "run"), "x"):
         check_owned()
         other = '{"owner": "another", "expires_at": 1, "host": "n2 boot ns", "pid": 5}'

@@ -94,8 +94,8 @@ def test_warming_up_leaves_the_process_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_the_compiler_finds_out_is_found_out_once() -> None:
-    lines = ["import time", "from closeranks.run.warming import learn_compiler", "learn_compiler()"]
-    lines += ["began = time.monotonic()", "learn_compiler()", "print(time.monotonic() - began)"]
+    lines = ["import time", "from closeranks.run.warming import warm_up_compiler", "warm_up_compiler()"]
+    lines += ["began = time.monotonic()", "warm_up_compiler()", "print(time.monotonic() - began)"]
     script = "\n".join(lines)
     done = subprocess.run(
         [sys.executable, "-c", script], env=child_environment(1), capture_output=True, text=True, check=False
@@ -181,7 +181,9 @@ class Run:
     def train(self, num_workers: int, num_generations: int) -> list[list[float]]:
         """The losses of each generation, which all begin anew."""
         (self.folder / "logs").mkdir(parents=True)
-        survival = RecoverySettings(FaultLimits(), lambda _: None, lambda _: "", warm_up="closeranks.run.warming:warm")
+        survival = RecoverySettings(
+            FaultLimits(), lambda _: None, lambda _: "", warm_up="closeranks.run.warming:warm_up"
+        )
         plan = LaunchPlan(
             num_workers=num_workers,
             entry="closeranks.run.worker:train_entry",

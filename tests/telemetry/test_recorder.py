@@ -76,8 +76,8 @@ def test_what_was_emitted_survives_sigkill(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from closeranks.core.events import StepDone\n"
-        "from closeranks.telemetry.recorder import Recorder\n"
-        "recorder = Recorder(Path(sys.argv[1]), 0)\n"
+        "from closeranks.telemetry.recorder import EventRecorder\n"
+        "recorder = EventRecorder(Path(sys.argv[1]), 0)\n"
         "for step in range(100): recorder.emit(StepDone(step=step))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

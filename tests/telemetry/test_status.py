@@ -53,9 +53,9 @@ RUNNING = RunStatus(
 WRITES = """
 import sys, time
 from pathlib import Path
-from closeranks.telemetry.status import Status, StatusWriter, this_process
+from closeranks.telemetry.status import RunStatus, StatusWriter, this_process
 writer = StatusWriter(Path(sys.argv[1]))
-writer.write(Status(run="r", state="running", writer=this_process(), at=time.time(), step=7))
+writer.write(RunStatus(run="r", state="running", writer=this_process(), at=time.time(), step=7))
 print("written", flush=True)
 sys.stdin.readline()
 """
@@ -161,9 +161,9 @@ def test_it_is_written_twice_a_second_and_at_once_when_the_generation_or_the_sta
 def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
     """One process writes as fast as it can, this one reads as fast as it can."""
     program = (
-        "import sys; from pathlib import Path; from closeranks.telemetry.status import Happened, Status, StatusWriter\n"
+        "import sys; from pathlib import Path; from closeranks.telemetry.status import StatusEvent, RunStatus, StatusWriter\n"
         "writer = StatusWriter(Path(sys.argv[1]))\n"
-        "for step in range(1000): writer.write(Status(step=step, happened=(Happened(0.0, 'x' * (step % 97) * 100),)))\n"
+        "for step in range(1000): writer.write(RunStatus(step=step, happened=(StatusEvent(0.0, 'x' * (step % 97) * 100),)))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         while not (tmp_path / "status.json").exists():

@@ -94,7 +94,7 @@ class HangReports:
             return tuple(workers)
         still, at = self._verdict
         return tuple(
-            replace(fact, still=still.kind, still_s=at - still.since, still_why=still.cause(at))
+            replace(fact, hang_kind=still.kind, hang_s=at - still.since, hang_cause=still.cause(at))
             if fact.rank in still.suspects
             else fact
             for fact in workers

@@ -20,15 +20,15 @@ from closeranks.core.errors import CloseranksError, RunFailed
 from closeranks.core.requests import DRAIN, REGROUP, RunRequest
 
 __all__ = [
+    "DesiredSize",
     "FaultRecord",
     "GiveUp",
-    "NextGeneration",
-    "HostState",
     "HostPlacement",
+    "HostState",
+    "NextGeneration",
     "WaitForHosts",
-    "DesiredSize",
-    "request_at_boundary",
     "decide",
+    "request_at_boundary",
 ]
 
 _MEMORY_WORDS = ("OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
@@ -195,7 +195,7 @@ def _go(
         return _no_room(num_available, limits, wish)
     if num_workers < wish.num_workers and not fitted.summary:
         words = f"{num_workers} of {_workers(wish.num_workers)}; batch, order and learning rate stay"
-        fitted = replace(fitted, words=words)
+        fitted = replace(fitted, summary=words)
     avoided = quarantined_hosts(hosts, faults, limits, now)
     return NextGeneration(place_workers(hosts, num_workers, avoided), fitted, avoided)
 

@@ -209,7 +209,7 @@ def _judged(found: FoundCheckpoint, latest: LatestPointer) -> FoundCheckpoint:
         return found
     if found.status == "certified" and found.blake3 != latest.blake3:
         problem = f"its {MANIFEST} is not the one that {LATEST} was written for"
-        return replace(found, is_latest=True, state="suspect", problem=problem)
+        return replace(found, is_latest=True, status="suspect", problem=problem)
     return replace(found, is_latest=True)
 
 
@@ -220,7 +220,7 @@ def _serving(found: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         for file in one.manifest.referenced_files() if one.manifest else ():
             needed[file.partition("/")[0]] = one.name
     return [
-        replace(one, state="serving", problem=f"it was removed; {needed[one.name]} still needs its files")
+        replace(one, status="serving", problem=f"it was removed; {needed[one.name]} still needs its files")
         if one.status == "unfinished" and one.name in needed
         else one
         for one in found

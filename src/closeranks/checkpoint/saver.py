@@ -254,7 +254,7 @@ class CheckpointSaver:
 
     def send_to_writer(self, order: SaveTask, chunks: tuple[Chunk, ...]) -> None:
         """Called by the copying thread when the copy is complete."""
-        if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, begin=DATA_AT))):
+        if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, data_offset=DATA_AT))):
             self.report_failure(order, "no thread can be started that would hand it to a writer")
 
     # The methods below run on the background thread.

@@ -43,7 +43,7 @@ from closeranks.telemetry.progress import ProgressDisplay
 from closeranks.telemetry.recorder import AGENT, EventRecorder
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
-_WARM = "closeranks.run.warming:warm"
+_WARM = "closeranks.run.warming:warm_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,20 +242,20 @@ def _start(work: _Work, num_workers: int) -> None:
     )
     plan = replace(
         plan,
-        survival=work.survival,
+        recovery_settings=work.survival,
         is_elastic=work.survival is not None,
         rescues=work.saves,
         threads=work.threads,
         must_finish=work.must_finish,
         num_hosts=work.party.num_hosts,
-        most_hosts=work.party.max_hosts,
+        max_hosts=work.party.max_hosts,
     )
     failure = ""
     set_title("agent", str(work.folder))
     with ProgressDisplay(Console(), log_every=work.log_every) as progress:
         screen = _Screen(progress, work.folder)
         try:
-            plan = replace(plan, door=_door(work, progress.print_line))
+            plan = replace(plan, join_endpoint=_door(work, progress.print_line))
             outcome = screen.watch(plan, work.on_turn)
         except CloseranksError as error:
             failure = str(error)

@@ -19,12 +19,12 @@ from closeranks.data.permutation import Ints, numbered_keys, permute, permute_ea
 from closeranks.data.schedule import BatchSchedule, MicroBatch
 
 __all__ = [
+    "BatchSchedule",
     "BlockOrder",
     "FullOrder",
     "Ints",
     "MicroBatch",
     "SampleOrder",
-    "BatchSchedule",
     "SequentialOrder",
     "permute",
 ]

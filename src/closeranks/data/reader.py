@@ -51,8 +51,8 @@ def _without(micro_batch: MicroBatch, num_skipped: int) -> MicroBatch:
     """A micro-batch of which so many samples were bad; one that has none left weighs nothing."""
     if not num_skipped:
         return micro_batch
-    is_spare = micro_batch.is_padding or num_skipped == micro_batch.last - micro_batch.first
-    return replace(micro_batch, is_spare=is_spare, num_skipped=num_skipped)
+    is_padding = micro_batch.is_padding or num_skipped == micro_batch.last - micro_batch.first
+    return replace(micro_batch, is_padding=is_padding, num_skipped=num_skipped)
 
 
 @dataclass(frozen=True, slots=True)

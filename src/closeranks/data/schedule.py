@@ -111,7 +111,7 @@ class BatchSchedule:
         own = self._between(step, first, first + share + (data_rank < extra))
         if not even or not extra or data_rank < extra:
             return own
-        return (*own, replace(self._between(step, last, last + 1)[0], is_spare=True))
+        return (*own, replace(self._between(step, last, last + 1)[0], is_padding=True))
 
     def _between(self, step: int, first: int, last: int) -> tuple[MicroBatch, ...]:
         """Micro-batches ``first`` to ``last`` of a step, without making the others: a step may hold thousands."""

@@ -43,8 +43,8 @@ class LlamaSpec:
         self.blocks = tuple(f"model.layers.{layer}" for layer in range(self.shape.num_layers))
         self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
-        self.crossings = CROSSINGS
-        self.chain: PipelineSpec | None = LlamaPipelineSpec(self.shape, seq_len)
+        self.activation_collectives = CROSSINGS
+        self.pipeline_spec: PipelineSpec | None = LlamaPipelineSpec(self.shape, seq_len)
 
     def build(self) -> nn.Module:
         return Llama(

@@ -65,8 +65,8 @@ class PairsSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = ()
-        self.crossings: tuple[ActivationCollectives, ...] = ()
-        self.chain: PipelineSpec | None = None
+        self.activation_collectives: tuple[ActivationCollectives, ...] = ()
+        self.pipeline_spec: PipelineSpec | None = None
 
     def build(self) -> nn.Module:
         return Pairs(self.shape)

@@ -58,7 +58,7 @@ class UserSpec:
         self.blocks: tuple[str, ...] = ()
         self.compile_units: tuple[str, ...] = ()
         self.sharding_rules: tuple[ShardingRule, ...] = tuple(entry.sharding_rule() for entry in tensor)
-        self.crossings: tuple[ActivationCollectives, ...] = tuple(
+        self.activation_collectives: tuple[ActivationCollectives, ...] = tuple(
             c for entry in tensor if (c := entry.activation_collectives()) is not None
         )
         self._factory = _checked_factory(name, factory)
@@ -66,7 +66,7 @@ class UserSpec:
         self._loss = loss
         self._loss_name = loss_name if loss is not None else f"the loss of {name}"
         self._chain = self._chain_of(stages) if stages else None
-        self.chain: PipelineSpec | None = self._chain
+        self.pipeline_spec: PipelineSpec | None = self._chain
 
     def build(self) -> nn.Module:
         """Call the factory. The caller seeds torch first: all ranks must draw the same weights."""

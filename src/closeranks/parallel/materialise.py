@@ -167,7 +167,7 @@ class _Keyed:
     like: Mapping[str, Tensor]
     """Shapes and dtypes of the whole parameters, without data."""
 
-    def draw(self, name: str, device: torch.device) -> Tensor:
+    def initial_value(self, name: str, device: torch.device) -> Tensor:
         generator = torch.Generator(device).manual_seed(derive_seed(self.seed, "init", name))
         whole = torch.empty_like(self.like[name], device=device)
         with torch.no_grad():
@@ -185,7 +185,7 @@ class _Recorded:
     recording: Recording
     dtype: torch.dtype
 
-    def draw(self, name: str, device: torch.device) -> Tensor:
+    def initial_value(self, name: str, device: torch.device) -> Tensor:
         value = self.recording.value(name)
         return value.to(device, self.dtype if value.is_floating_point() else value.dtype)
 
@@ -199,7 +199,7 @@ class _Kept:
 
     tensors: Mapping[str, Tensor]
 
-    def draw(self, name: str, device: torch.device) -> Tensor:
+    def initial_value(self, name: str, device: torch.device) -> Tensor:
         return self.tensors[name].detach().to(device)
 
     def fill_buffers(self, module: nn.Module) -> None:

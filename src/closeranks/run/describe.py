@@ -37,7 +37,7 @@ def describe_job(job: Job) -> PlanningJob:
     """The job without its layout, as ``plan`` takes it."""
     found = _described(job)
     return replace(
-        found, terms=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
+        found, cost_settings=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
     )
 
 

@@ -132,6 +132,6 @@ def _read(context: RunContext, source: DataSource, micro_batch: MicroBatch) -> L
     ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
     rows = read_samples(source, ids, ReadSettings.of(context.job.data))
     if rows.skipped:
-        is_spare = micro_batch.is_padding or rows.num_rows == 0
-        micro_batch = replace(micro_batch, is_spare=is_spare, num_skipped=len(rows.skipped))
+        is_padding = micro_batch.is_padding or rows.num_rows == 0
+        micro_batch = replace(micro_batch, is_padding=is_padding, num_skipped=len(rows.skipped))
     return LoadedBatch(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(context.device)), rows.skipped)

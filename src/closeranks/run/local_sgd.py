@@ -36,7 +36,7 @@ from closeranks.run.memories import restore_error_feedback
 from closeranks.run.model import Model, make_state_tensor
 from closeranks.run.saved import MODEL, SYNC, ReplicaIndex, SavedState
 from closeranks.run.supply import Batches
-from closeranks.run.ways import compression_schedule, describe_compression, must_stay_uncompressed
+from closeranks.run.ways import compression_schedule, describe_compressed_sync, must_stay_uncompressed
 from closeranks.sync.balance import even_shares, rebalanced
 from closeranks.sync.compress.build import compressed_reductions
 from closeranks.sync.compress.compressed import CompressionSchedule
@@ -101,7 +101,9 @@ class LocalSgd(Component):
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
             plan = compression_schedule(compress, self._context.schedule.num_steps)
-            said["sync"] = describe_compression(compress, plan, "what was learnt apart").replace("travel ", "travels ")
+            said["sync"] = describe_compressed_sync(compress, plan, "what was learnt apart").replace(
+                "travel ", "travels "
+            )
         return said
 
     def _rebalance(self, step: int) -> None:
@@ -164,7 +166,8 @@ class LocalSgd(Component):
                 piece = replace(one.piece, name=f"{_WEIGHTS}{one.piece.name}")
                 holders = home.replica if one.is_sharded else home.data
                 yield replace(
-                    make_state_tensor(SYNC, piece, one.tensor, holders, is_ours=one.is_saved_here), per_replica=True
+                    make_state_tensor(SYNC, piece, one.tensor, holders, is_ours=one.is_saved_here),
+                    per_replica=True,
                 )
 
     def _memory(self) -> Iterator[ErrorFeedbackTensor]:
@@ -174,7 +177,7 @@ class LocalSgd(Component):
         is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
         for one in self.outer.error_feedback():
             piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
-            yield replace(one, piece=piece, is_ours=one.is_saved_here and is_first)
+            yield replace(one, piece=piece, is_saved_here=one.is_saved_here and is_first)
 
 
 def _make_outer(

@@ -55,12 +55,12 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
         scatters = layout.zero > 0 and groups.replica.size == 1
         ways = compressed_reductions(config, over, plan, scatters=scatters)
         return ReductionChoice(
-            ways, describe_compression(config, plan), not scatters and config.name != "powersgd", plan
+            ways, describe_compressed_sync(config, plan), not scatters and config.name != "powersgd", plan
         )
     inside, across = levels
     ways = _two_levels(inside, compressed_reductions(config, across, plan))
     return ReductionChoice(
-        ways, f"{_of_levels(inside, across)}; across, {describe_compression(config, plan)}", True, plan
+        ways, f"{_of_levels(inside, across)}; across, {describe_compressed_sync(config, plan)}", True, plan
     )
 
 
@@ -105,7 +105,7 @@ def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
     return bool(one.partial_over) or not one.is_primary or is_copied
 
 
-def describe_compression(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
+def describe_compressed_sync(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
     """Describes the compression, for people."""
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
     rest = ", the rest is remembered" if config.feedback else ", the rest is lost"

@@ -43,7 +43,7 @@ def to_entry(name: str, info: Mapping[str, Any], url: str) -> FileEntry:
     return FileEntry(name, int(info["size"]), version_of(info))
 
 
-def is_visible(name: str) -> bool:
+def is_visible_path(name: str) -> bool:
     return all(is_visible(part) for part in name.split("/"))
 
 
@@ -51,7 +51,7 @@ def list_s3(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
     bucket, key, _ = at.fs.split_path(at.root)
     prefix = f"{key}/" if key else ""
     found = ((str(info["Key"])[len(prefix) :], info) for info in _pages(at.fs, bucket, prefix, ask))
-    shown = ((name, info) for name, info in found if name and not name.endswith("/") and is_visible(name))
+    shown = ((name, info) for name, info in found if name and not name.endswith("/") and is_visible_path(name))
     return _sorted(FileEntry(check_name(name), int(info["Size"]), version_of(info)) for name, info in shown)
 
 
@@ -74,7 +74,7 @@ def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
     entries = []
     for path, info in found.items():
         name = path.removeprefix(at.root).lstrip("/")
-        if not name or not is_visible(name) or info.get("type", "file") != "file":
+        if not name or not is_visible_path(name) or info.get("type", "file") != "file":
             continue
         if info.get("size") is None:
             info = ask(partial(at.fs.info, path), "looking for", name)

@@ -64,7 +64,7 @@ class FlatBufferSpec:
     def slice(self, first: int, last: int) -> FlatBufferSpec:
         """The spec of elements ``first`` to ``last`` alone."""
         clipped = (_clipped(place, first, last) for place in self.spans)
-        return replace(self, places=tuple(place for place in clipped if place.numel > 0), numel=last - first)
+        return replace(self, spans=tuple(place for place in clipped if place.numel > 0), numel=last - first)
 
 
 def _clipped(place: ParameterSpan, first: int, last: int) -> ParameterSpan:

@@ -26,8 +26,8 @@ SHARD = 30_000
 BUILD = """
 import sys
 from pathlib import Path
-from closeranks.data.building.build import Request, build_shards
-request = Request(tuple(sys.argv[3:]), Path(sys.argv[1]), shard_bytes=30_000, num_processes=2, on_bad=sys.argv[2])
+from closeranks.data.building.build import BuildRequest, build_shards
+request = BuildRequest(tuple(sys.argv[3:]), Path(sys.argv[1]), shard_bytes=30_000, num_processes=2, on_bad=sys.argv[2])
 print(build_shards(request).num_resumed)
 """
 

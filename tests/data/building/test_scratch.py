@@ -14,9 +14,9 @@ import pytest
 from closeranks.data.building.scratch import temporary_folder
 
 HOLD = """
-from closeranks.data.building.scratch import scratch
+from closeranks.data.building.scratch import temporary_folder
 import time
-with scratch() as folder:
+with temporary_folder() as folder:
     (folder / "index").write_text("x")
     print(folder, flush=True)
     time.sleep(60)

@@ -360,10 +360,10 @@ def test_a_fault_of_the_disk_is_named(tmp_path: Path, far: Far, monkeypatch: pyt
 
 def test_a_claim_goes_with_its_process_though_nobody_closed_the_cache(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from closeranks.data.files.cache import Cache;"
-        "from closeranks.data.files.filling import Item;"
-        "cache = Cache(Path(sys.argv[1]), 1 << 20);"
-        "cache.hold(Item('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
+        "import sys; from pathlib import Path; from closeranks.data.files.cache import FileCache;"
+        "from closeranks.data.files.filling import RemoteFileVersion;"
+        "cache = FileCache(Path(sys.argv[1]), 1 << 20);"
+        "cache.hold(RemoteFileVersion('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
         "print(len(list(Path(sys.argv[1]).glob('claim-*'))))"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)

@@ -153,11 +153,11 @@ def test_reading_lines_needs_neither_torch_nor_arrow(tmp_path: Path) -> None:
 import json, sys
 import numpy as np
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexPlace
+from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import open_records, open_tokens
 files = open_files(sys.argv[1])
-assert len(open_records(files, "", IndexPlace())) == 2
-assert open_tokens(files, "", IndexPlace(), "text").num_tokens == 5
+assert len(open_records(files, "", IndexLocation())) == 2
+assert open_tokens(files, "", IndexLocation(), "text").num_tokens == 5
 print(json.dumps([name for name in ("torch", "pyarrow", "PIL", "fsspec", "pandas") if name in sys.modules]))
 """
     result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)

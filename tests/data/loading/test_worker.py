@@ -304,7 +304,7 @@ _SCRIPT = """
 import os, sys, threading
 from pathlib import Path
 from closeranks.data.loader import Loader
-from closeranks.data.order import FullOrder, Schedule
+from closeranks.data.order import FullOrder, BatchSchedule
 from closeranks.data.settings import ReadSettings
 from tests.data.doubles import CountingSource
 
@@ -312,7 +312,7 @@ class Own(CountingSource):
     identity = "a dataset of the script's own"
 
 def begin(found):
-    loader = Loader(Own(20), FullOrder(20, 5), Schedule.for_steps(20, 8, 2, 99), settings=ReadSettings(workers=2))
+    loader = Loader(Own(20), FullOrder(20, 5), BatchSchedule.for_steps(20, 8, 2, 99), settings=ReadSettings(workers=2))
     loader.start(0)
     assert len(loader.take(0)) == 4
     found.append(loader)

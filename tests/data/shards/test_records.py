@@ -180,8 +180,8 @@ def test_floats_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_notes_that_make_no_sense_are_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.data.shards.writer.encode_forms", lambda forms: [[["x", "pickle"]]])
-    monkeypatch.setattr("closeranks.data.shards.commit.decode_forms", lambda found: [])
+    monkeypatch.setattr("closeranks.data.shards.writer.encode_schemas", lambda forms: [[["x", "pickle"]]])
+    monkeypatch.setattr("closeranks.data.shards.commit.decode_schemas", lambda found: [])
     write_records(tmp_path, [{"x": 1}])
     with pytest.raises(DataError, match="a field 'x' of kind 'pickle'"):
         ShardRecords(opened(tmp_path)).read(np.array([0]))

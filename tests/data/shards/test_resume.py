@@ -26,7 +26,7 @@ from tests.data.shards.made import content, documents, opened, write_tokens
 BUILD = """
 import sys
 import numpy as np
-from closeranks.data.shards.manifest import About
+from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
 folder, kind = sys.argv[1:]
@@ -38,7 +38,7 @@ with writer:
     for number in range(writer.cursor or 0, 40):
         values = np.random.default_rng(number).integers(0, 999, 60_000 + number).astype(np.uint16)
         writer.append(values if tokens else {"x": values, "n": number, "s": "s" * number}, cursor=number + 1)
-    writer.finish_alone(About(1000 if tokens else 0, provenance={"numbers": 40}))
+    writer.finish_alone(DatasetInfo(1000 if tokens else 0, provenance={"numbers": 40}))
 """
 
 LABELS = [

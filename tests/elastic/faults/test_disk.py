@@ -30,7 +30,7 @@ def in_child(code: str, folder: Path) -> str:
 
 
 FULL = """
-from closeranks.elastic.faults.fault import Fault
+from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
 from tests.elastic.faults.crews import Seen, Shown
 def attempt(name):
@@ -40,7 +40,7 @@ def attempt(name):
         return error.errno
     return 0
 shown = Shown([Seen(0, os.getpid())])
-with Injector([Fault("diskfull", 2, steps=2)], folder) as injector:
+with Injector([InjectedFault("diskfull", 2, steps=2)], folder) as injector:
     injector(Shown([], state="starting"))
     (folder / "step-1").mkdir()
     (folder / "step-1" / "data").write_bytes(b"x" * 300_000)

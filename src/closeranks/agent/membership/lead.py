@@ -199,7 +199,7 @@ class Leader:
             assert peer is not None
             seats.append(GenerationMember(peer, BeginGeneration(self._newest, number, per_host, dict(payload)), now))
         self.generation = Generation(self._newest, seats)
-        return [self._send(seat.peer, seat.begin) for seat in seats]
+        return [self._send(seat.session, seat.begin) for seat in seats]
 
     def send_request(self, request: RunRequest, now: float) -> Effects:
         """Pass a request on to every worker of the generation."""

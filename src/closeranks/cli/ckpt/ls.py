@@ -45,9 +45,9 @@ def ls(
 ) -> None:
     import json
 
-    from closeranks.cli.ckpt.places import find_checkpoints, print_table, stdout
+    from closeranks.cli.ckpt.places import print_table, require_checkpoints, stdout
 
-    catalogue = find_checkpoints(place)
+    catalogue = require_checkpoints(place)
     first = next((found for found in catalogue.candidates() if found.manifest is not None), None)
     if as_json:
         rows = [_row(found, is_next=found is first) for found in catalogue]

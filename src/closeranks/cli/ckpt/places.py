@@ -25,7 +25,7 @@ _WIDE = 200
 _PLACES = "Name a run folder, its checkpoints folder, one checkpoint in it, or a URL of those."
 
 
-def find_checkpoints(place: str) -> Catalogue:
+def require_checkpoints(place: str) -> Catalogue:
     """All that lies there; nothing at all is a mistake in the place."""
     if not place.strip():
         raise CheckpointError("the name of the place is empty", _PLACES)
@@ -47,7 +47,7 @@ def _nothing(place: str) -> str:
 
 def pick_checkpoint(place: str) -> tuple[FoundCheckpoint, CheckpointManifest]:
     """The one checkpoint that is named, or the sound one that a resumed run would try first."""
-    catalogue = find_checkpoints(place)
+    catalogue = require_checkpoints(place)
     for found in catalogue.candidates():
         if found.manifest is not None:
             return found, found.manifest

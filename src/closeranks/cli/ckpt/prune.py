@@ -78,14 +78,14 @@ def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
 def _root(run: str) -> Storage:
     """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
     from closeranks.checkpoint.manifest import parse_folder
-    from closeranks.cli.ckpt.places import find_checkpoints
+    from closeranks.cli.ckpt.places import require_checkpoints
     from closeranks.core.errors import CheckpointError
 
     if parse_folder(run.rstrip("/").rpartition("/")[2]) is not None:
         raise CheckpointError(
             f"{run} is one checkpoint, and prune chooses among all of a run", "Name the run's folder."
         )
-    return find_checkpoints(run).found[0].storage
+    return require_checkpoints(run).found[0].storage
 
 
 def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[PrunedFolder]:

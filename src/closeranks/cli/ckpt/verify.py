@@ -43,9 +43,9 @@ def verify(
     from dataclasses import asdict
 
     from closeranks.checkpoint.verify import VerifiedChunks, num_bytes_to_verify, verify_all
-    from closeranks.cli.ckpt.places import find_checkpoints, size
+    from closeranks.cli.ckpt.places import require_checkpoints, size
 
-    catalogue, seen, started_at = find_checkpoints(place), VerifiedChunks(), time.monotonic()
+    catalogue, seen, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()
     with _bar(num_bytes_to_verify(catalogue)) as on_progress:
         findings = verify_all(catalogue, on_progress, seen)
     seconds = max(time.monotonic() - started_at, 1e-9)

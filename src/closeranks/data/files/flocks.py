@@ -21,7 +21,7 @@ class _OpenLocks:
     def __init__(self) -> None:
         self.fds: set[int] = set()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         for fd in self.fds:
             os.close(fd)
         self.fds = set()

@@ -32,7 +32,7 @@ from closeranks.data.formats.index_file import read_index as _read
 from closeranks.data.formats.index_file import write_index as _write
 from closeranks.storage.disk import fsync_folder, make_folder
 
-__all__ = ["Array", "Arrays", "MappedIndex", "IndexLocation", "Progress", "saved_index"]
+__all__ = ["Array", "Arrays", "IndexLocation", "MappedIndex", "Progress", "saved_index"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called by a builder now and then, cheap: bytes done, bytes in all."""

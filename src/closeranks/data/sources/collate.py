@@ -21,7 +21,7 @@ from closeranks.core.errors import DataError
 from closeranks.data.sources.tensors import is_numeric, tensor_dtype, to_tensor
 
 Decoded: TypeAlias = Mapping[str, Any]
-Columns: TypeAlias = dict[str, "Field"]
+Columns: TypeAlias = dict[str, "CollatedField"]
 
 
 class FieldMismatch(Exception):

@@ -149,8 +149,8 @@ class _Starve(_Grouped):
 
     def tick(self, look: ObservedRun) -> bool:
         is_over = super().tick(look)  # checked before the count: it may die between the two
-        if self.struck_at is None and self._group.num_oom_kills:
-            self.struck_at, self.note = time.time(), "killed by the kernel for want of memory"
+        if self.injected_at is None and self._group.num_oom_kills:
+            self.injected_at, self.note = time.time(), "killed by the kernel for want of memory"
         return is_over
 
 
@@ -180,7 +180,7 @@ def _flip(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> Fa
 class _Tear(FaultAction):
     """Polls the worker's slots without a pause: writing a snapshot takes a millisecond or less in a small run."""
 
-    is_hasty = True
+    is_urgent = True
 
     def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
         super().__init__(has_struck=False)
@@ -197,15 +197,15 @@ class _Tear(FaultAction):
         """Polls for ``_MOMENT_S`` at a time, so that the agent's loop runs in between."""
         deadline = time.monotonic() + _MOMENT_S
         with highest_priority():
-            while self.struck_at is None and time.monotonic() < deadline:
+            while self.injected_at is None and time.monotonic() < deadline:
                 if self._headers.is_writing(self._generation):
                     self._strike()
-        return self.struck_at is not None or self._victim.is_dead
+        return self.injected_at is not None or self._victim.is_dead
 
     def _strike(self) -> None:
         with suppress(ProcessLookupError):
             self._victim.signal(signal.SIGKILL)
-        self.struck_at = time.time()
+        self.injected_at = time.time()
         await_state(self._victim.pid, "ZX")
         left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy was faster"
         self.note = f"SIGKILL while it copied{left}"
