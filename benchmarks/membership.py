@@ -19,8 +19,8 @@ from typing import Any
 from membership_fleet import Episode, Fleet
 from results import conclude, say
 
+from closeranks.agent.membership.lease_timing import MAX_BEATS_PER_S, ORPHAN_S, lease_timing_for
 from closeranks.agent.membership.messages import Envelope, Heartbeat, RankProgress
-from closeranks.agent.membership.pace import MAX_BEATS_PER_S, ORPHAN_S, lease_timing_for
 
 GOAL = (
     "rounds to form and to recover are the same for a hundredth of the hosts, at most 4 messages per host in each, "

@@ -23,7 +23,7 @@ from closeranks.agent.membership.effects import (
 )
 from closeranks.agent.membership.follower import Follower
 from closeranks.agent.membership.generation import GenerationPhase
-from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.leader import Leader
 from closeranks.agent.membership.messages import Envelope
 from closeranks.core.requests import REGROUP
 

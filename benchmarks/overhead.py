@@ -159,7 +159,7 @@ class Agent:
         self._listener.close()
 
     def _accept(self) -> None:
-        from closeranks.agent.wire import encode_message
+        from closeranks.agent.workers.wire import encode_message
 
         for _ in range(NUM_RANKS):
             endpoint, _address = self._listener.accept()
@@ -169,7 +169,7 @@ class Agent:
 
     @staticmethod
     def _hear(endpoint: socket.socket) -> None:
-        from closeranks.agent.wire import LineBuffer
+        from closeranks.agent.workers.wire import LineBuffer
 
         lines = LineBuffer()
         while data := endpoint.recv(1 << 18):

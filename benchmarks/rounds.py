@@ -21,8 +21,8 @@ from contenders import Closeranks, Contender, hand_written
 from peers import PEERS
 from workload import Workload, logged_losses
 
-from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import SharedProgress, create_progress_fd
+from closeranks.agent.detection.progress import SharedProgress, create_progress_fd
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.run.overseer import configure_worker
 
 

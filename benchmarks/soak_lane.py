@@ -23,7 +23,7 @@ from typing import Any
 
 from soak_plan import Plan, Planned, Window
 
-from closeranks.agent.view import JobView
+from closeranks.agent.job_view import JobView
 from closeranks.cli import launching
 from closeranks.core.errors import Drained
 from closeranks.elastic.faults.blows import FAULT_ACTIONS, FaultAction

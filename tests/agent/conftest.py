@@ -13,7 +13,7 @@ import pytest
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import JobOutcome, LaunchPlan
+from closeranks.agent.launch_plan import JobOutcome, LaunchPlan
 from closeranks.core.environment import child_environment
 
 from .traces import num_fds, processes_marked

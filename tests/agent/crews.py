@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from closeranks.agent.crew import WorkerGroup
+from closeranks.agent.workers.worker_group import WorkerGroup
 from closeranks.core.world import World
 
 

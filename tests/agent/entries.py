@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import WorkerPhase
-from closeranks.agent.store import store_address
+from closeranks.agent.detection.progress import WorkerPhase
+from closeranks.agent.workers.store_socket import store_address
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import DataError
 from closeranks.core.requests import DRAIN

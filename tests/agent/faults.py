@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from closeranks.agent.faultlog import FaultRecord
-from closeranks.agent.verdict import RootCause
+from closeranks.agent.detection.root_cause import RootCause
+from closeranks.agent.job.fault_log import FaultRecord
 from closeranks.core.errors import RunFailed
 
 

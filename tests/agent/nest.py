@@ -25,7 +25,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from closeranks.agent.progress import SharedProgress, WorkerPhase
+from closeranks.agent.detection.progress import SharedProgress, WorkerPhase
 from closeranks.core.linux import ThreadClock, die_with_parent
 from closeranks.run.pace import CpuStopwatch
 

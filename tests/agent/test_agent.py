@@ -18,9 +18,9 @@ import pytest
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import RecoverySettings, ResizedLaunch
-from closeranks.agent.limits import FaultLimits
-from closeranks.agent.view import JobView
+from closeranks.agent.fault_limits import FaultLimits
+from closeranks.agent.job_view import JobView
+from closeranks.agent.launch_plan import RecoverySettings, ResizedLaunch
 from closeranks.core.errors import DataError, RunFailed, SetupError, UserError
 
 from .conftest import Host
@@ -438,7 +438,7 @@ import json, os, sys
 from pathlib import Path
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import LaunchPlan
+from closeranks.agent.launch_plan import LaunchPlan
 
 plan = LaunchPlan(num_workers=3, entry="entries:hang", log_folder=Path(sys.argv[1]), environment=dict(os.environ),
                   config=AgentConfig(), sys_path=(sys.argv[2],))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.launch import LaunchPlan
+from closeranks.agent.launch_plan import LaunchPlan
 from closeranks.core.errors import SetupError
 
 

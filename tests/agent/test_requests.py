@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from closeranks.agent.agent import Agent
-from closeranks.agent.control.token import JobToken
-from closeranks.agent.gate import JoinEndpoint
-from closeranks.agent.view import JobView
+from closeranks.agent.job_view import JobView
+from closeranks.agent.transport.host_connections import JoinEndpoint
+from closeranks.agent.transport.token import JobToken
 
 from .conftest import Host
 from .whistle import WHISTLE

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from whistle import WHISTLE
 
-from closeranks.agent.link import WorkerLink
-from closeranks.agent.progress import WorkerPhase
-from closeranks.agent.store import store_address
+from closeranks.agent.detection.progress import WorkerPhase
+from closeranks.agent.workers.store_socket import store_address
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.elastic.vote import Ballot, Vote
 from closeranks.parallel.group import RankGroup
 

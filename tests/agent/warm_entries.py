@@ -6,7 +6,7 @@ import gc
 import os
 from typing import Any
 
-from closeranks.agent.link import WorkerLink
+from closeranks.agent.workers.worker_link import WorkerLink
 
 KNOWN: list[Any] = []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from closeranks.agent.control.token import parse_token
-from closeranks.agent.outpost import RemoteAgent
+from closeranks.agent.remote_agent import RemoteAgent
+from closeranks.agent.transport.token import parse_token
 from closeranks.core.requests import define
 
 WHISTLE = define("whistle")

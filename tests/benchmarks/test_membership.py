@@ -6,7 +6,7 @@ import pytest
 from membership import figures_of, judge, judge_growth
 from membership_fleet import Fleet
 
-from closeranks.agent.membership.pace import lease_timing_for
+from closeranks.agent.membership.lease_timing import lease_timing_for
 from tests.benchmarks.scripts import run_script
 
 

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from closeranks.agent.progress import WorkerPhase, WorkerProgress
-from closeranks.agent.view import HostView, JobView, WorkerView
+from closeranks.agent.detection.progress import WorkerPhase, WorkerProgress
+from closeranks.agent.job_view import HostView, JobView, WorkerView
 from closeranks.cli.standing import StatusUpdater
 from closeranks.core.events import RankLost, RanksClosed, RunStarted, Snapshotting, StepDone, Warned
 from closeranks.telemetry.status import RunStatus, read_status

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from closeranks.agent.view import JobView
+from closeranks.agent.job_view import JobView
 from closeranks.cli import launching
 from closeranks.core import streams
 from closeranks.core.errors import CloseranksError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from closeranks.agent.view import JobView, WorkerView
+from closeranks.agent.job_view import JobView, WorkerView
 from closeranks.elastic.faults.processes import TargetProcess
 
 POLL_S = 0.005

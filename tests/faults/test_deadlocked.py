@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.agent.look import ask_children_for_stacks, data_read_location
+from closeranks.agent.detection.process_probe import ask_children_for_stacks, data_read_location
 from closeranks.core.events import RankLost
 from closeranks.run.rescued import find_rescued
 from closeranks.telemetry.recorder import read_events

@@ -56,7 +56,7 @@ def test_whoever_comes_in_their_place(tmp_path: Path, calm: Calm) -> None:
 
 
 def test_points_are_all_swept() -> None:
-    import closeranks.agent.forked
+    import closeranks.agent.workers.forked_worker
     import closeranks.elastic.keeper
     import closeranks.run.restoring  # noqa: F401
 

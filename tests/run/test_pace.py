@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks import Hook, Session
-from closeranks.agent.progress import SharedProgress, WorkerPhase, create_progress_fd
+from closeranks.agent.detection.progress import SharedProgress, WorkerPhase, create_progress_fd
 from closeranks.core.events import StepDone
 from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import StandaloneClient, configure_worker

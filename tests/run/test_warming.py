@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.crew import WorkerGroup
-from closeranks.agent.launch import AgentCallbacks, LaunchPlan, RecoverySettings
-from closeranks.agent.limits import FaultLimits
-from closeranks.agent.loop import EventLoop
-from closeranks.agent.member import WorkerSetup
-from closeranks.agent.nursery import ZygoteClient
+from closeranks.agent.event_loop import EventLoop
+from closeranks.agent.fault_limits import FaultLimits
+from closeranks.agent.launch_plan import AgentCallbacks, LaunchPlan, RecoverySettings
+from closeranks.agent.workers.worker_group import WorkerGroup
+from closeranks.agent.workers.worker_process import WorkerSetup
+from closeranks.agent.workers.zygote_client import ZygoteClient
 from closeranks.core.environment import child_environment
 from closeranks.core.events import StepDone
 from closeranks.data.sources.text import TextSource

@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.ending import ShutdownRequest, shutdown_on_signal
-from closeranks.agent.host import LocalHost
-from closeranks.agent.launch import AgentCallbacks, JobOutcome, LaunchPlan
-from closeranks.agent.lead import JobController, OnTick
-from closeranks.agent.loop import EventLoop
-from closeranks.agent.rescue import rescue_snapshots
-from closeranks.agent.stops import deliver_signals
+from closeranks.agent.event_loop import EventLoop
+from closeranks.agent.host.local_host import LocalHost
+from closeranks.agent.host.rescue import rescue_snapshots
+from closeranks.agent.host.signals import deliver_signals
+from closeranks.agent.job.job_controller import JobController, OnTick
+from closeranks.agent.job.shutdown import ShutdownRequest, shutdown_on_signal
+from closeranks.agent.launch_plan import AgentCallbacks, JobOutcome, LaunchPlan
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError
 from closeranks.core.events import Resumed, Saved
 from closeranks.core.requests import DRAIN, SAVE

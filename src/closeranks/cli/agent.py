@@ -34,8 +34,8 @@ def agent(
     import re
     import sys
 
-    from closeranks.agent.control.token import host_token
-    from closeranks.agent.outpost import RemoteAgent
+    from closeranks.agent.remote_agent import RemoteAgent
+    from closeranks.agent.transport.token import host_token
     from closeranks.core.environment import job_token, num_gpus
     from closeranks.core.errors import SetupError
     from closeranks.core.process_title import set_title

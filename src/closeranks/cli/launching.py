@@ -17,12 +17,12 @@ from rich.console import Console
 
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
-from closeranks.agent.control.address import parse_listen
-from closeranks.agent.control.token import lead_token
-from closeranks.agent.gate import JoinEndpoint
-from closeranks.agent.launch import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
-from closeranks.agent.lead import OnTick
-from closeranks.agent.view import JobView
+from closeranks.agent.job.job_controller import OnTick
+from closeranks.agent.job_view import JobView
+from closeranks.agent.launch_plan import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
+from closeranks.agent.transport.address import parse_listen
+from closeranks.agent.transport.host_connections import JoinEndpoint
+from closeranks.agent.transport.token import lead_token
 from closeranks.cli.standing import StatusUpdater
 from closeranks.core.blame import display_path
 from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from closeranks.agent.progress import PHASE_WORDS
-from closeranks.agent.view import JobView, WorkerView
+from closeranks.agent.detection.progress import PHASE_WORDS
+from closeranks.agent.job_view import JobView, WorkerView
 from closeranks.core.events import (
     Event,
     HostChanged,
@@ -40,7 +40,7 @@ from closeranks.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from closeranks.agent.lead import OnTick
+    from closeranks.agent.job.job_controller import OnTick
 
 _EVENTS_KEPT = 8
 _HELD_S = 60.0

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from closeranks.agent.failure import is_consequence
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.detection.failure import is_consequence
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.capture.slots import SlotHeader
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from closeranks.agent.link import WorkerLink
-from closeranks.agent.stops import is_sighup_ignored
+from closeranks.agent.host.signals import is_sighup_ignored
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.events import Event, decode
 from closeranks.core.requests import DRAIN, SAVE, PendingRequests, RunRequest
 from closeranks.elastic.shelf import SnapshotPaths

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.core.linux import ThreadClock
 from closeranks.run.overseer import AgentClient, StandaloneClient
 

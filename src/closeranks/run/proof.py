@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from closeranks.agent.link import WorkerLink
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.order import SaveSettings

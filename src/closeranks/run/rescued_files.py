@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from closeranks.agent.rescue import FOLDER
+from closeranks.agent.host.rescue import FOLDER
 from closeranks.capture.slots import inspect_slot
 from closeranks.elastic.choosing import SnapshotCopy, SnapshotLocation, complete_states
 

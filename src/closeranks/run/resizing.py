@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from closeranks.agent.limits import FaultLimits
+from closeranks.agent.fault_limits import FaultLimits
 from closeranks.data.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.checkpoint.config import seconds_of
 from closeranks.checkpoint.manifest import parse_folder

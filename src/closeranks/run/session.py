@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import UserError
 from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from closeranks.agent.failure import plain_message
-from closeranks.agent.link import WorkerLink
-from closeranks.agent.store import bind_store, store_address
+from closeranks.agent.detection.failure import plain_message
+from closeranks.agent.workers.store_socket import bind_store, store_address
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
 from closeranks.run.voice import STORE_LOST

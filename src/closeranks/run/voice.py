@@ -14,7 +14,7 @@ import time
 import traceback
 from enum import Enum
 
-from closeranks.agent.failure import is_consequence, plain_message
+from closeranks.agent.detection.failure import is_consequence, plain_message
 from closeranks.core.errors import CloseranksError, ConfigError, RunFailed
 from closeranks.core.world import World
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy.ma  # noqa: F401
 
-from closeranks.agent.link import WorkerLink
+from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import ENDINGS, Interrupted
 from closeranks.run.heirloom import load_payload

@@ -24,8 +24,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from closeranks.agent.exits import describe_status
-from closeranks.agent.failure import is_consequence
+from closeranks.agent.detection.exit_status import describe_status
+from closeranks.agent.detection.failure import is_consequence
 from closeranks.core.environment import child_environment, set_world
 from closeranks.core.linux import die_with_parent
 from closeranks.core.world import World

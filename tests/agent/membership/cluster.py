@@ -22,12 +22,7 @@ from closeranks.agent.membership.effects import (
     StartWorkers,
     SteppedDown,
 )
-from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.generation import GenerationPhase
-from closeranks.agent.membership.lead import Leader
-from closeranks.agent.membership.messages import Envelope, Join
-from closeranks.agent.membership.pace import DRIFT, lease_timing_for
-from closeranks.agent.membership.register import (
+from closeranks.agent.membership.election import (
     Candidate,
     Elected,
     EmbeddedRegister,
@@ -36,6 +31,11 @@ from closeranks.agent.membership.register import (
     SendRegisterRequest,
     apply_request,
 )
+from closeranks.agent.membership.follower import Follower
+from closeranks.agent.membership.generation import GenerationPhase
+from closeranks.agent.membership.leader import Leader
+from closeranks.agent.membership.lease_timing import DRIFT, lease_timing_for
+from closeranks.agent.membership.messages import Envelope, Join
 from closeranks.core.requests import REGROUP
 
 from .trouble import Chaos, Fault

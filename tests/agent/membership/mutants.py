@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from closeranks.agent.membership.election import Candidate, EmbeddedRegister, LeaseRecord
 from closeranks.agent.membership.follower import Follower, FollowerState
 from closeranks.agent.membership.generation import Generation, GenerationPhase, MemberState
-from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.host_sessions import HostSession
+from closeranks.agent.membership.leader import Leader
 from closeranks.agent.membership.messages import Envelope, Fence, Heartbeat, HeartbeatAck
-from closeranks.agent.membership.peers import HostSession
-from closeranks.agent.membership.register import Candidate, EmbeddedRegister, LeaseRecord
 
 from .chaoses import flapping, seeded, unheard
 from .cluster import Parts

@@ -6,8 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from closeranks.agent.membership.effects import GenerationSettled, KillWorkers, SendMessage, StartWorkers
+from closeranks.agent.membership.election import Elected, LeaseRecord, Resigned, apply_request
 from closeranks.agent.membership.follower import Follower
-from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.leader import Leader
+from closeranks.agent.membership.lease_timing import lease_margin_s
 from closeranks.agent.membership.messages import (
     BeginGeneration,
     Dismiss,
@@ -20,8 +22,6 @@ from closeranks.agent.membership.messages import (
     MessageBody,
     Welcome,
 )
-from closeranks.agent.membership.pace import lease_margin_s
-from closeranks.agent.membership.register import Elected, LeaseRecord, Resigned, apply_request
 
 from .cluster import Parts
 

@@ -22,7 +22,8 @@ from closeranks.agent.membership.effects import (
     SendMessage,
     SteppedDown,
 )
-from closeranks.agent.membership.lead import Leader
+from closeranks.agent.membership.leader import Leader
+from closeranks.agent.membership.lease_timing import DRIFT, KILL_S, MAX_BEATS_PER_S, ORPHAN_S, lease_timing_for
 from closeranks.agent.membership.messages import (
     BeginGeneration,
     Dismiss,
@@ -40,7 +41,6 @@ from closeranks.agent.membership.messages import (
     WorkerRequest,
     WorkersDone,
 )
-from closeranks.agent.membership.pace import DRIFT, KILL_S, MAX_BEATS_PER_S, ORPHAN_S, lease_timing_for
 from closeranks.core.errors import CloseranksError
 from closeranks.core.requests import REGROUP, SAVE
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.agent.membership import messages as m
-from closeranks.agent.membership.checks import MOST, ProtocolError
-from closeranks.agent.progress import WorkerPhase
+from closeranks.agent.membership.field_codecs import MOST, ProtocolError
 from closeranks.core.requests import DRAIN, REGROUP, SAVE
 
 whole = st.integers(0, MOST)

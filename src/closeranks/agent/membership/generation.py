@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from closeranks.agent.membership.effects import EndCause
+from closeranks.agent.membership.host_sessions import HostSession
 from closeranks.agent.membership.messages import BeginGeneration, WorkerRequest
-from closeranks.agent.membership.peers import HostSession
 
 
 class GenerationPhase(enum.StrEnum):

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from closeranks.agent.membership.checks import (
+from closeranks.agent.detection.progress import WorkerPhase as _Phase
+from closeranks.agent.membership.field_codecs import (
     BoolCodec,
     DictCodec,
     FieldCodec,
@@ -25,7 +26,6 @@ from closeranks.agent.membership.checks import (
     RunLengthCodec,
     StrCodec,
 )
-from closeranks.agent.progress import WorkerPhase as _Phase
 from closeranks.core.requests import RunRequest
 
 Fields = dict[str, Any]

@@ -23,7 +23,7 @@ from typing import IO
 
 import typer
 
-from closeranks.agent.stops import is_sighup_ignored
+from closeranks.agent.host.signals import is_sighup_ignored
 from closeranks.cli.compare.config import NetworkConfig
 from closeranks.cli.compare.network import NamespaceHost, NamespaceHosts, address_of, children_of
 from closeranks.cli.compare.place import RunEnvironment

@@ -1,0 +1,78 @@
+"""A host's report about its workers when a generation has ended or is about to.
+
+Times are sent as ages, since no two hosts share a clock. Invariant: ``from_fields`` returns what ``to_fields`` encoded,
+with times by the reader's clock, or raises ``ProtocolError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from closeranks.agent.detection.failure import FailureReport
+from closeranks.agent.detection.root_cause import WorkerReport
+from closeranks.agent.membership.field_codecs import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    workers: tuple[WorkerReport, ...] = ()
+    num_oom_kills: int = 0
+    zygote: str = ""
+    """Why no more workers can be forked, in words; empty if they can."""
+
+    def to_fields(self, now: float) -> dict[str, Any]:
+        return {
+            "workers": [_aged(fact, now) for fact in self.workers],
+            "num_oom_kills": self.num_oom_kills,
+            "zygote": self.zygote,
+        }
+
+    @classmethod
+    def from_fields(cls, told: Mapping[str, Any], now: float) -> HostReport:
+        try:
+            return cls(
+                workers=tuple(_dated(fields, now) for fields in told["workers"]),
+                num_oom_kills=int(told["num_oom_kills"]),
+                zygote=str(told["zygote"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a host's statement cannot be read: {error}") from None
+
+
+def merge_reports(statements: Sequence[HostReport]) -> HostReport:
+    """Merge the reports of all hosts."""
+    workers = sorted((fact for one in statements for fact in one.workers), key=lambda fact: fact.rank)
+    return HostReport(
+        workers=tuple(workers),
+        num_oom_kills=sum(one.num_oom_kills for one in statements),
+        zygote=next((one.zygote for one in statements if one.zygote), ""),
+    )
+
+
+def has_failed(statement: HostReport) -> bool:
+    """Whether any worker failed, rather than being killed with the others or being done."""
+    return bool(statement.zygote) or any(
+        fact.failure is not None or fact.hang_kind or (fact.died_at is not None and not fact.is_finished)
+        for fact in statement.workers
+    )
+
+
+def _aged(fact: WorkerReport, now: float) -> dict[str, Any]:
+    fields = asdict(fact)
+    fields["died_at"] = None if fact.died_at is None else now - fact.died_at
+    if fact.failure is not None:
+        fields["failure"]["at"] = now - fact.failure.at
+    return fields
+
+
+def _dated(fields: Mapping[str, Any], now: float) -> WorkerReport:
+    died_at, failure = fields["died_at"], fields["failure"]
+    tuples = {key: tuple(fields[key]) for key in ("ended_for", "log_tail")}
+    fact = WorkerReport(**{**fields, **tuples, "failure": None, "died_at": None})
+    return replace(
+        fact,
+        died_at=None if died_at is None else now - float(died_at),
+        failure=None if failure is None else FailureReport(**{**failure, "at": now - float(failure["at"])}),
+    )

@@ -1,0 +1,233 @@
+"""The restart policy: after a generation has ended, does the run continue, where, and with how many workers?
+
+Values in, decision out; nothing here touches a process. Invariants: within ``fault_window_s`` a run continues after at
+most ``max_faults`` faults; a fault of the code or the data ends it after ``max_repeats`` attempts, and is reported with
+step and samples; a user error is never retried. The reason that ends a run is given in a sentence, with what to do
+about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from closeranks.agent.fault_limits import FaultLimits
+from closeranks.agent.job.fault_log import FaultRecord, faults_within, num_repeats, summarize_faults
+from closeranks.agent.job.placement import HostPlacement, HostState, place_workers, quarantined_hosts, total_capacity
+from closeranks.agent.launch_plan import ResizedLaunch
+from closeranks.core.errors import CloseranksError, RunFailed
+from closeranks.core.requests import DRAIN, REGROUP, RunRequest
+
+__all__ = [
+    "DesiredSize",
+    "FaultRecord",
+    "GiveUp",
+    "HostPlacement",
+    "HostState",
+    "NextGeneration",
+    "WaitForHosts",
+    "decide",
+    "request_at_boundary",
+]
+
+_MEMORY_WORDS = ("OutOfMemory", "out of memory", "MemoryError", "bad_alloc")
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredSize:
+    """The desired size of the run, and how to make it smaller."""
+
+    num_workers: int
+    """As requested; never more."""
+    fit: Callable[[int], ResizedLaunch | None] | None = None
+    """The job on at most so many workers, or None if that is impossible; without it the run cannot be made smaller."""
+    samples_of: Callable[[int], str] | None = None
+    """Which samples a step takes, in words for people."""
+
+    def fit_to(self, num_available: int) -> ResizedLaunch | None:
+        """The largest version of the job that so many workers can run."""
+        num_available = min(num_available, self.num_workers)
+        if self.fit is not None:
+            return self.fit(num_available) if num_available else None
+        return ResizedLaunch(self.num_workers, {}) if num_available == self.num_workers else None
+
+
+@dataclass(frozen=True, slots=True)
+class NextGeneration:
+    """The next generation."""
+
+    placements: tuple[HostPlacement, ...]
+    """In rank order: the first of these hosts has rank 0."""
+    fitted: ResizedLaunch
+    quarantined: frozenset[str] = frozenset()
+    """Hosts with too many recent faults; some may still be in ``places``, if the other hosts lack capacity."""
+
+    @property
+    def num_workers(self) -> int:
+        return sum(one.num_workers for one in self.placements)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForHosts:
+    """Decide again at ``until``, or when a host joins."""
+
+    until: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run ends here."""
+
+    reason: Literal["mistake", "repeats", "budget", "room"]
+    what: str
+    fix: str = ""
+
+    def error(self, last: CloseranksError) -> CloseranksError:
+        """What to raise, given the error of the last fault."""
+        if self.reason == "mistake":
+            return last
+        return RunFailed(f"{self.sentence}\n{last}", rank=last.rank, step=last.step)
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.what}. {self.fix}".rstrip()
+
+
+def decide(
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+) -> NextGeneration | WaitForHosts | GiveUp:
+    """``faults``: all of the run so far. Calling it again with the same ones, after a wait or a regroup, is safe."""
+    return (
+        _mistake(faults)
+        or _repeats(faults, limits, wish)
+        or _budget(faults, limits, now)
+        or _go(faults, hosts, limits, now, wish)
+    )
+
+
+def request_at_boundary(
+    here: Sequence[HostPlacement],
+    faults: Sequence[FaultRecord],
+    hosts: Sequence[HostState],
+    limits: FaultLimits,
+    now: float,
+    wish: DesiredSize,
+) -> RunRequest | None:
+    """The request to a healthy generation with this placement: to grow, release a host, or move off a bad one.
+
+    ``DRAIN``: a host leaves and the others cannot continue without it, so the state must be saved.
+    """
+    leaving = {host.name for host in hosts if host.state == "leaving"}
+    is_left = any(one.host in leaving for one in here)
+    go = _go(faults, hosts, limits, now, wish)
+    match go:
+        case GiveUp():
+            return DRAIN if is_left else None
+        case WaitForHosts():
+            return REGROUP if is_left else None
+    num_here = sum(one.num_workers for one in here)
+    is_safer = _num_on(go.quarantined, go.placements) < _num_on(go.quarantined, here)
+    is_better = go.num_workers > num_here or (go.num_workers == num_here and is_safer)
+    return REGROUP if is_left or is_better else None
+
+
+def _num_on(hosts: frozenset[str], places: Sequence[HostPlacement]) -> int:
+    return sum(one.num_workers for one in places if one.host in hosts)
+
+
+def _mistake(faults: Sequence[FaultRecord]) -> GiveUp | None:
+    return GiveUp("mistake", faults[-1].cause) if faults and faults[-1].is_user_error else None
+
+
+def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, wish: DesiredSize) -> GiveUp | None:
+    """A kill from outside can hit a step twice by chance, so it needs one more repeat than an exception of the code."""
+    count = num_repeats(faults)
+    if not count or count < limits.max_repeats + faults[-1].is_silent:
+        return None
+    last = faults[-1]
+    times = f"{count} times in the same way" if count > 1 else "with elastic.max_repeats = 1"
+    cause = last.cause.rstrip(".")
+    what = f"{_place(last.step, wish)} failed {times}: {cause}. This is deterministic: the code or the data does it"
+    return GiveUp("repeats", f"{what}, and another try would end there too", _advice(last))
+
+
+def _place(step: int | None, wish: DesiredSize) -> str:
+    if step is None:
+        return "the start of a generation, before its first step,"
+    words = wish.samples_of(step) if wish.samples_of else ""
+    return f"step {step} ({words})" if words else f"step {step}"
+
+
+def _advice(fault: FaultRecord) -> str:
+    resume = "then go on with checkpoint.resume."
+    if fault.kind == "oom" or any(word in fault.signature for word in _MEMORY_WORDS):
+        return f"Use a smaller train.micro_batch, train.recompute or a higher layout.zero, {resume}"
+    if fault.kind == "hang":
+        return f"Its log shows where each thread stood; mend what it waits for there, {resume}"
+    if fault.is_silent:
+        return f"Find out who kills it (dmesg, the scheduler, the code of this step), {resume}"
+    if fault.step is None:  # no sample was read yet
+        return f"Mend the code, {resume}"
+    return f"Mend the code, or look at those samples and leave out what is bad in them, {resume}"
+
+
+def _budget(faults: Sequence[FaultRecord], limits: FaultLimits, now: float) -> GiveUp | None:
+    recent = faults_within(faults, limits.fault_window_s, now)
+    if not recent or len(recent) <= limits.max_faults:
+        return None
+    counted = f"{len(recent)} faults" if len(recent) > 1 else "a fault"
+    what = f"{counted} within {_duration(limits.fault_window_s)} ({summarize_faults(recent)})"
+    what += f", and elastic.max_faults = {limits.max_faults} are survived; the last: {recent[-1].cause.rstrip('.')}"
+    return GiveUp("budget", what, "Mend what they have in common, or raise elastic.max_faults.")
+
+
+def _go(
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+) -> NextGeneration | WaitForHosts | GiveUp:
+    num_available = total_capacity(hosts)
+    fitted = wish.fit_to(num_available)
+    num_workers = fitted.num_workers if fitted else 0
+    if num_workers < wish.num_workers and (waiting := _wait(hosts, limits, now, num_available)):
+        return waiting
+    if fitted is None or num_workers < limits.min_workers:
+        return _no_room(num_available, limits, wish)
+    if num_workers < wish.num_workers and not fitted.summary:
+        words = f"{num_workers} of {_workers(wish.num_workers)}; batch, order and learning rate stay"
+        fitted = replace(fitted, summary=words)
+    avoided = quarantined_hosts(hosts, faults, limits, now)
+    return NextGeneration(place_workers(hosts, num_workers, avoided), fitted, avoided)
+
+
+def _wait(hosts: Sequence[HostState], limits: FaultLimits, now: float, num_available: int) -> WaitForHosts | None:
+    missing = [host for host in hosts if host.state != "ready"]
+    until = max((host.since + limits.wait_s for host in missing), default=now)
+    if until <= now:
+        return None
+    names = ", ".join(host.name for host in missing)
+    why = (
+        f"{_workers(num_available)} can be had without {names}; waiting {until - now:.3g} s for it or for another host"
+    )
+    return WaitForHosts(until, why)
+
+
+def _no_room(num_available: int, limits: FaultLimits, wish: DesiredSize) -> GiveUp:
+    """Too few workers are left: fewer than the job's minimum, or than any legal layout needs."""
+    left = f"{_workers(num_available)} of {wish.num_workers} can still be had"
+    if wish.fit is None:
+        why = "this run cannot be made smaller"
+    elif num_available < limits.min_workers:
+        why = f"elastic.min_workers = {limits.min_workers}"
+    else:
+        why = "no layout of so few is legal for this model and batch"
+    fix = "Add a host with `closeranks agent --join`, lower elastic.min_workers, or go on later with checkpoint.resume."
+    return GiveUp("room", f"{left}, and {why}", fix)
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" if count == 1 else f"{count} workers"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.3g} s"

@@ -1,0 +1,242 @@
+"""A host's connection to the leader: connects, proves that it holds the token, and reconnects when it is cut off.
+
+The caller runs the event loop until ``deadline`` at the latest and calls ``wake`` after each iteration; the first
+``wake`` starts the first attempt. A client never gives up by itself: ``num_refused`` and ``trouble`` tell the caller
+when it should. Invariant: at most one of a DNS lookup, a connection attempt and a connection exists at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from closeranks.agent.control.backoff import Backoff
+from closeranks.agent.event_loop import EventLoop
+from closeranks.agent.transport.address import Address, parse_address
+from closeranks.agent.transport.authenticated_channel import AuthenticatedChannel, Fields
+from closeranks.agent.transport.channel_limits import ChannelLimits
+from closeranks.agent.transport.connection import ConnectionCallbacks, ControlConnection
+from closeranks.agent.transport.dns_lookup import DnsLookup, SocketAddress, numeric_addresses
+from closeranks.agent.transport.token import JobToken
+
+_MOST_TOLD = 16
+
+
+class ControlClient:
+    """A host's end of the control channel. All callbacks come from the event loop or from ``wake``."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        address: str | Address,
+        token: JobToken,
+        *,
+        on_open: Callable[[ControlConnection], None],
+        on_message: Callable[[ControlConnection, Fields], None],
+        on_close: Callable[[ControlConnection, str], None],
+        on_note: Callable[[str], None],
+        terms: ChannelLimits | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._loop = loop
+        self._token = token
+        self._terms = terms or ChannelLimits()
+        self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
+        self._ears = ConnectionCallbacks(self._on_opened, on_message, self._on_ended)
+        self.address = parse_address(address) if isinstance(address, str) else address
+        self._backoff = Backoff(self._terms.first_wait_s, self._terms.longest_wait_s, seed)
+        self._places: list[SocketAddress] = []
+        """Addresses of this round that have not been tried yet."""
+        self._lookup: DnsLookup | None = None
+        self._connecting: socket.socket | None = None
+        self._trying = self.address
+        self._peer: ControlConnection | None = None
+        self._opened_at = 0.0
+        self._until: float | None = time.monotonic()
+        """When the next attempt begins, or when the lookup or the connection attempt under way times out."""
+        self._told: list[str] = []
+        self._is_closed = False
+        self.trouble = ""
+        """Why there is no connection, as a sentence without a full stop; empty while there is one."""
+        self.deserted_at: float | None = None
+        """Since when the leader's machine refuses connections (nothing listens there); None while there is a
+        connection, or no answer at all."""
+        self.num_refused = 0
+        """Consecutive attempts that reached a process which showed that it does not belong to this job; one that only
+        stays silent, such as a leader that is stopped, is not counted."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._peer is not None and self._peer.is_open
+
+    @property
+    def connection(self) -> ControlConnection | None:
+        """The connection to the leader, while it is open."""
+        return self._peer if self.is_open else None
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``wake`` must be called at the latest."""
+        return self._peer.deadline if self._peer is not None else self._until
+
+    def send(self, fields: Fields) -> bool:
+        """Queue a message; False when there is no connection (the message is not kept for the next one)."""
+        return self._peer is not None and self._peer.send(fields)
+
+    def wake(self) -> None:
+        """Handle expired deadlines; cheap when there are none."""
+        now = time.monotonic()
+        if self._peer is not None:
+            self._peer.wake(now)
+        elif self._until is not None and now >= self._until and not self._is_closed:
+            if self._lookup is not None:
+                self._fail(f"no name server answered within {self._terms.connect_s:g} s")
+            elif self._connecting is not None:
+                self._drop_connecting()
+                self._try_next(f"it does not answer within {self._terms.connect_s:g} s")
+            else:
+                self._begin_round()
+
+    def close(self) -> None:
+        """Close without calling ``on_close``."""
+        self._is_closed = True
+        self._until = None
+        self._drop_lookup()
+        self._drop_connecting()
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    # --- connecting to the leader
+
+    def _begin_round(self) -> None:
+        if places := numeric_addresses(self.address.host, self.address.port):
+            self._places = places
+            self._try_next("")
+            return
+        self._until = time.monotonic() + self._terms.connect_s
+        try:
+            self._lookup = DnsLookup(self._loop, self.address.host, self.address.port, self._on_found)
+        except OSError as error:
+            self._fail(f"its name cannot be looked up ({error.strerror})")
+
+    def _on_found(self, places: list[SocketAddress], why: str) -> None:
+        self._lookup = None
+        if not places:
+            self._fail(f"its name is not known here ({why})")
+            return
+        self._places = places
+        self._try_next("")
+
+    def _try_next(self, why: str) -> None:
+        """Try the next address of this round; after the last, report ``why`` and begin a wait."""
+        while self._places:
+            place = self._places.pop(0)
+            number = self._connect(place)
+            if number == errno.EINPROGRESS:
+                return
+            why = _unreachable(number)
+        self._fail(why)
+
+    def _connect(self, place: SocketAddress) -> int:
+        try:
+            endpoint = socket.socket(place.family, socket.SOCK_STREAM)
+        except OSError as error:
+            return error.errno or errno.EAFNOSUPPORT
+        endpoint.setblocking(False)
+        number = endpoint.connect_ex(place.address)
+        if number not in (0, errno.EINPROGRESS):
+            endpoint.close()
+            return number
+        self._connecting, self._trying = endpoint, Address(*place.address[:2])
+        self._until = time.monotonic() + self._terms.connect_s
+        self._loop.watch(endpoint.fileno(), self._on_connected)
+        self._loop.watch_writable(endpoint.fileno(), True)
+        return errno.EINPROGRESS
+
+    def _on_connected(self) -> None:
+        endpoint = self._connecting
+        if endpoint is None:
+            return
+        number = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _met_itself(endpoint)
+        if number:
+            self._drop_connecting()
+            self._try_next(_unreachable(number))
+            return
+        self._loop.unwatch(endpoint.fileno())
+        self._connecting, self._until = None, None
+        talk = AuthenticatedChannel("client", self._token, max_bytes=self._terms.max_frame_bytes)
+        self._peer = ControlConnection(self._loop, endpoint, self._trying, talk, self._ears, self._terms)
+
+    def _fail(self, why: str) -> None:
+        self._drop_lookup()
+        is_deserted = why == _unreachable(errno.ECONNREFUSED)
+        self.deserted_at = (self.deserted_at or time.monotonic()) if is_deserted else None
+        self._wait(f"The lead at {self.address} cannot be reached: {why}")
+
+    # --- connected
+
+    def _on_opened(self, peer: ControlConnection) -> None:
+        self._opened_at = time.monotonic()
+        self.deserted_at = None
+        self.trouble, self.num_refused = "", 0
+        self._told.clear()
+        self._tell_open(peer)
+
+    def _on_ended(self, peer: ControlConnection, why: str) -> None:
+        """Only a connection that lasted resets the backoff, so that a leader which hangs up at once is not flooded."""
+        self._peer = None
+        self._places = []
+        if peer.was_open:
+            if time.monotonic() - self._opened_at > self._terms.longest_wait_s:
+                self._backoff.reset()
+            self.trouble = f"The lead at {self.address} {why}"
+            self._until = time.monotonic() + self._backoff.next_s()
+            self._tell_close(peer, why)
+        else:
+            self.num_refused += peer.is_foreign
+            self._wait(f"What listens at {self.address} {why}")
+
+    def _wait(self, trouble: str) -> None:
+        """Each reason is reported once until there has been a connection again."""
+        self.trouble = trouble
+        self._until = time.monotonic() + self._backoff.next_s()
+        if trouble not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.append(trouble)
+            self._tell_note(f"{trouble}; trying again.")
+
+    def _drop_lookup(self) -> None:
+        if self._lookup is not None:
+            self._lookup.close()
+            self._lookup = None
+
+    def _drop_connecting(self) -> None:
+        if self._connecting is not None:
+            self._loop.unwatch(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _met_itself(endpoint: socket.socket) -> int:
+    """TCP self-connect: on one host, a client of a port that nobody listens on may be given that port as its own source
+    port, and so connect to itself."""
+    try:
+        return errno.ECONNREFUSED if endpoint.getsockname() == endpoint.getpeername() else 0
+    except OSError as error:
+        return error.errno or errno.ENOTCONN
+
+
+def _unreachable(number: int) -> str:
+    if number == errno.ECONNREFUSED:
+        return "nothing listens there"
+    return os.strerror(number).lower()

@@ -1,0 +1,125 @@
+"""The worker's side of a fork: everything from ``os.fork`` in the zygote to the worker's exit.
+
+Invariant: before any code of the job runs, the child dies with the zygote, writes to its own log, and holds no
+descriptor of the zygote or of another worker. It exits through ``os._exit``, so that nothing of the zygote's stack
+unwinds in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import NoReturn
+
+from closeranks.agent.detection.progress import SharedProgress
+from closeranks.agent.workers.wire import WorkerFds
+from closeranks.agent.workers.worker_link import WorkerLink
+from closeranks.core.environment import set_world
+from closeranks.core.errors import CloseranksError
+from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.linux import die_with_parent
+from closeranks.core.process_title import set_title
+from closeranks.core.registry import load_object
+
+FORKED = declare_failpoint("restore.forked", "a worker is forked, and has done nothing yet")
+
+
+def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
+    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must close; ``run``: the
+    run folder, for the process title.
+
+    Descriptors that the job's modules opened on import stay open: they belong to the job.
+    """
+    status = 1
+    try:
+        die_with_parent(zygote)
+        failpoint(FORKED)
+        _take_place(fds, foreign)
+        status = _work(fds, run)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
+    os.setpgid(0, 0)  # its own process group: what the worker starts is killed with it
+    os.dup2(fds.output, 1)
+    os.dup2(fds.output, 2)
+    for fd in (fds.output, *foreign):
+        os.close(fd)
+    # The agent handles SIGHUP. Not SIG_IGN, which programs that the worker starts would inherit.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    faulthandler.enable()  # a crash in native code ends the log with the Python stack
+    faulthandler.register(signal.SIGUSR1)
+
+
+def _work(fds: WorkerFds, run: str) -> int:
+    word = SharedProgress(fds.progress)
+    os.close(fds.progress)
+    link = WorkerLink(socket.socket(fileno=fds.link), word)
+    _hear_sigterm(link)
+    set_world(link.world)
+    set_title(f"rank {link.world.rank} of {link.world.size}", run, short=f"cr-rank-{link.world.rank}")
+    return _run_entry(link)
+
+
+def _hear_sigterm(link: WorkerLink) -> None:
+    """Turn SIGTERM into a drain request: a scheduler that ends a job sends it to every process of the job, and a worker
+    that died of it could not save.
+
+    Processes that the worker forks have the default handling of SIGTERM. The signal is blocked around a fork: one that
+    the C handler has caught, but whose Python handler has not run yet, would be forgotten in the child.
+    """
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        link.request_drain()
+
+    def hold_back() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def be_ordinary() -> None:
+        link.close_in_child()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        let_through()
+
+    signal.signal(signal.SIGTERM, drain)
+    let_through()  # the zygote blocked it before the fork
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=be_ordinary)
+
+
+def _run_entry(link: WorkerLink) -> int:
+    """Call the entry; an exception is reported and determines the exit status.
+
+    The agent writes the traceback to the log: printed here, rank 0's would appear on the terminal beside the report.
+    """
+    try:
+        status = int(load_object(link.entry, place="entry")(link.payload, link) or 0)
+    except SystemExit as leave:
+        return _leave(leave, link)
+    except BaseException as error:
+        link.report_failure(error)
+        return error.exit_code if isinstance(error, CloseranksError) else 1
+    if status == 0:
+        link.finish()
+    return status
+
+
+def _leave(leave: SystemExit, link: WorkerLink) -> int:
+    """An entry that calls ``sys.exit`` counts as failed, whatever the exit status."""
+    link.report_failure(leave)
+    return leave.code if isinstance(leave.code, int) and leave.code else 1
