@@ -26,10 +26,10 @@ from soak_plan import Plan, Planned, Window
 from closeranks.agent.job_view import JobView
 from closeranks.cli import launching
 from closeranks.core.errors import Drained
-from closeranks.elastic.faults.blows import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
-from closeranks.elastic.faults.look import step_of
+from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
+from closeranks.elastic.faults.observed_run import step_of
 from closeranks.telemetry.folder import RunFolder
 
 _FIRST_STEPS = 5

@@ -17,7 +17,7 @@ from closeranks.checkpoint.manifest import Chunk
 from closeranks.checkpoint.saver import CheckpointSaver
 from closeranks.checkpoint.sources import chunks_of_plan
 from closeranks.core.errors import CheckpointError
-from closeranks.elastic.keeper import SnapshotDestinations, SnapshotResult, SnapshotWriter
+from closeranks.elastic.snapshot_writer import SnapshotDestinations, SnapshotResult, SnapshotWriter
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from closeranks.capture.slots import (
 from closeranks.capture.tensors import StateTensor
 from closeranks.core import faults
 from closeranks.core.pieces import Piece
-from closeranks.elastic import keeper as keeping
-from closeranks.elastic.keeper import SnapshotDestinations
-from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
+from closeranks.elastic import snapshot_writer as keeping
+from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
+from closeranks.elastic.snapshot_writer import SnapshotDestinations
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory

@@ -15,8 +15,8 @@ from closeranks.capture.pinning import PinnedMemory
 from closeranks.capture.slots import DATA_AT, SealedSlot, SlotHeader
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
-from closeranks.elastic.keeper import SnapshotDestinations
-from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
+from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
+from closeranks.elastic.snapshot_writer import SnapshotDestinations
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
 from tests.elastic.boxes import make_boxes, shared_memory

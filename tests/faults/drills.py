@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
-from closeranks.elastic.faults.means import unavailable_kinds
+from closeranks.elastic.faults.requirements import unavailable_kinds
 from tests.faults.cases import CASES, FAKETIME, Case, false_clock
 from tests.faults.harness import Ran, assert_clean, assert_same, assert_struck, go, wait_for_step
 from tests.faults.jobs import SHAPES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Restored, SaveFailed, SlowRank
-from closeranks.elastic.faults.means import unavailable_kinds
+from closeranks.elastic.faults.requirements import unavailable_kinds
 from closeranks.telemetry.recorder import read_events
 from tests.faults.cases import IMPATIENT, IS_FREEZING, SLOW, order
 from tests.faults.conftest import Calm

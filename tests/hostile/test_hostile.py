@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import closeranks.checkpoint.writer
-import closeranks.elastic.keeper
+import closeranks.elastic.snapshot_writer
 import closeranks.run.restoring  # noqa: F401
 from closeranks.core.faults import FAILPOINTS
 from tests.cli.commands import ROOT

@@ -18,7 +18,7 @@ from closeranks.core import faults
 from closeranks.core.environment import detect_world, set_world
 from closeranks.core.events import Event, StepDone
 from closeranks.core.requests import DRAIN, REGROUP, RunRequest
-from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.facts.layout import Layout
 from closeranks.run.job import load_job
 from closeranks.run.loop import run_session

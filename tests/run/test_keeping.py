@@ -20,8 +20,8 @@ from closeranks.capture.slots import inspect_slot
 from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
 from closeranks.core.world import World
-from closeranks.elastic.keeper import SnapshotResult, SnapshotWriter
-from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.snapshot_paths import SnapshotPaths
+from closeranks.elastic.snapshot_writer import SnapshotResult, SnapshotWriter
 from closeranks.facts.memory import snapshot_bytes
 from closeranks.run.overseer import configure_worker
 from tests.capture.changes import changed

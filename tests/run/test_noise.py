@@ -15,7 +15,7 @@ from closeranks.core.environment import set_world
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import NoiseSeen, Restored, RunStarted, StepDone, Warned
 from closeranks.core.world import World
-from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.optim.noise import DECAY
 from closeranks.run.job import load_job
 from closeranks.run.overseer import configure_worker

@@ -6,7 +6,7 @@ nobody else holds a peer keeps two as well (``elastic.images.partners``).
 
 from __future__ import annotations
 
-from closeranks.elastic.images import backup_ranks, images_of
+from closeranks.elastic.backup_ranks import backup_ranks, images_of
 from closeranks.facts.memory import snapshot_bytes
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import LayoutCost

@@ -26,11 +26,11 @@ from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.capture.slots import SlotHeader
 from closeranks.core.events import Event, Snapshotting, StepDone, Warned, encode
-from closeranks.elastic.cadence import should_remeasure, snapshot_cost_s, steps_between
-from closeranks.elastic.choosing import OWN_FILES, PEER_FILES, RankPlacement, rank_placements, slot_to_overwrite
-from closeranks.elastic.images import layout_digest, survives_host_loss
-from closeranks.elastic.keeper import Snapshot, SnapshotDestinations, SnapshotResult, SnapshotWriter
-from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.backup_ranks import layout_digest, survives_host_loss
+from closeranks.elastic.restore_plan import OWN_FILES, PEER_FILES, RankPlacement, rank_placements, slot_to_overwrite
+from closeranks.elastic.snapshot_interval import should_remeasure, snapshot_cost_s, steps_between
+from closeranks.elastic.snapshot_paths import SnapshotPaths
+from closeranks.elastic.snapshot_writer import Snapshot, SnapshotDestinations, SnapshotResult, SnapshotWriter
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component
 from closeranks.run.context import RunContext

@@ -23,7 +23,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.events import Event
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
-from closeranks.elastic.apart import LocalSgdVote
+from closeranks.elastic.local_sgd_vote import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
 from closeranks.parallel.group import RankGroup

@@ -18,7 +18,7 @@ from closeranks.agent.host.signals import is_sighup_ignored
 from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.events import Event, decode
 from closeranks.core.requests import DRAIN, SAVE, PendingRequests, RunRequest
-from closeranks.elastic.shelf import SnapshotPaths
+from closeranks.elastic.snapshot_paths import SnapshotPaths
 
 
 class AgentClient(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.core.errors import CheckpointError
-from closeranks.elastic.recalling import SnapshotReader
+from closeranks.elastic.snapshot_reader import SnapshotReader
 from closeranks.parallel.group import RankGroup
 from closeranks.run.rescued_files import RescuedState, find_rescued
 from closeranks.run.saved_tree import validate_tree

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from closeranks.agent.host.rescue import FOLDER
 from closeranks.capture.slots import inspect_slot
-from closeranks.elastic.choosing import SnapshotCopy, SnapshotLocation, complete_states
+from closeranks.elastic.restore_plan import SnapshotCopy, SnapshotLocation, complete_states
 
 
 @dataclass(frozen=True, slots=True)

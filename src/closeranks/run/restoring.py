@@ -30,7 +30,8 @@ from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
 from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import read_text
-from closeranks.elastic.choosing import (
+from closeranks.elastic.backup_ranks import backup_ranks, images_of, layout_digest
+from closeranks.elastic.restore_plan import (
     OWN_FILES,
     PEER_FILES,
     RankPlacement,
@@ -42,10 +43,9 @@ from closeranks.elastic.choosing import (
     plan_restore,
     rank_placements,
 )
-from closeranks.elastic.images import backup_ranks, images_of, layout_digest
-from closeranks.elastic.recalling import DamagedSnapshot, SnapshotReader
-from closeranks.elastic.shelf import SnapshotPaths
-from closeranks.elastic.shipping import receive_slot, send_slot
+from closeranks.elastic.slot_transfer import receive_slot, send_slot
+from closeranks.elastic.snapshot_paths import SnapshotPaths
+from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
 from closeranks.elastic.vote import Ballot
 from closeranks.run.component import Component, Unique
 from closeranks.run.context import RunContext

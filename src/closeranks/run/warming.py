@@ -32,8 +32,8 @@ from closeranks.core.protocols import Batch
 from closeranks.core.world import World
 from closeranks.data.order import Ints
 from closeranks.data.sources.open import open_source
-from closeranks.elastic.keeper import SnapshotDestinations, SnapshotWriter
-from closeranks.elastic.recalling import SnapshotReader
+from closeranks.elastic.snapshot_reader import SnapshotReader
+from closeranks.elastic.snapshot_writer import SnapshotDestinations, SnapshotWriter
 from closeranks.models.build import spec_for
 from closeranks.run import heirloom
 from closeranks.run.build import RunInputs, build

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import UserError
-from closeranks.elastic.faults.blows import FAULT_ACTIONS
 from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
+from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS
 from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
 
 

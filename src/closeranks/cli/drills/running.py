@@ -31,7 +31,7 @@ from closeranks.elastic.faults.campaign import draw_campaign
 from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
 from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
 from closeranks.elastic.faults.inject import Injector
-from closeranks.elastic.faults.means import unavailable_kinds
+from closeranks.elastic.faults.requirements import unavailable_kinds
 from closeranks.run.folder import choose_folder, make_unused_folder
 from closeranks.run.job import Job, check_workers, load_job
 from closeranks.telemetry.folder import RunFolder

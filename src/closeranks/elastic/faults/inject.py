@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 from closeranks.core.errors import SetupError
-from closeranks.elastic.faults.blows import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
-from closeranks.elastic.faults.look import ObservedRun, StepTiming, is_due, step_of, update_timings
-from closeranks.elastic.faults.means import unavailable_kinds
+from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
+from closeranks.elastic.faults.observed_run import ObservedRun, StepTiming, is_due, step_of, update_timings
+from closeranks.elastic.faults.requirements import unavailable_kinds
 
 _POLL_S = 0.005
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.cadence import should_remeasure, snapshot_cost_s, steps_between
+from closeranks.elastic.snapshot_interval import should_remeasure, snapshot_cost_s, steps_between
 
 
 def test_cheap_copies_are_taken_every_step() -> None:

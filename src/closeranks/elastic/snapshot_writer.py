@@ -31,7 +31,7 @@ from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, e
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import BackgroundThread
 from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.elastic.shipping import receive_slot, send_slot
+from closeranks.elastic.slot_transfer import receive_slot, send_slot
 
 BEFORE_DATA = declare_failpoint("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")
 IN_DATA = declare_failpoint("slot.in_data", "half of the tensors are copied")

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.capture.slots import SlotHeader
-from closeranks.elastic.choosing import (
+from closeranks.elastic.backup_ranks import backup_ranks
+from closeranks.elastic.restore_plan import (
     OWN_FILES,
     PEER_FILES,
     RestorePlan,
@@ -20,7 +21,6 @@ from closeranks.elastic.choosing import (
     rank_placements,
     slot_to_overwrite,
 )
-from closeranks.elastic.images import backup_ranks
 
 LAYOUT = "same"
 

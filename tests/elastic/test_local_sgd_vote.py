@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.requests import DRAIN
-from closeranks.elastic.apart import LocalSgdVote
+from closeranks.elastic.local_sgd_vote import LocalSgdVote
 from closeranks.elastic.vote import Ballot
 from closeranks.facts.layout import Layout
 from closeranks.parallel.group import RankGroup

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from closeranks.elastic.faults.boxes import SlotHeaders, flip_bit, newest_sealed
 from closeranks.elastic.faults.cgroups import (
     CPU,
     FREEZER,
@@ -25,8 +24,9 @@ from closeranks.elastic.faults.cgroups import (
 )
 from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
-from closeranks.elastic.faults.look import ObservedRun, ObservedWorker, step_of, worker_of
+from closeranks.elastic.faults.observed_run import ObservedRun, ObservedWorker, step_of, worker_of
 from closeranks.elastic.faults.processes import TargetProcess, await_state, highest_priority
+from closeranks.elastic.faults.snapshot_damage import SlotHeaders, flip_bit, newest_sealed
 
 _MOMENT_S = 0.1
 

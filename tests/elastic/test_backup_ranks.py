@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.elastic.images import backup_ranks, images_of, layout_digest, survives_host_loss
+from closeranks.elastic.backup_ranks import backup_ranks, images_of, layout_digest, survives_host_loss
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
 

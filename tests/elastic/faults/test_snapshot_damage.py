@@ -24,9 +24,9 @@ from closeranks.capture.slots import (
     encode_index,
     inspect_slot,
 )
-from closeranks.elastic.faults.boxes import SlotHeaders, flip_bit, newest_sealed
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
+from closeranks.elastic.faults.snapshot_damage import SlotHeaders, flip_bit, newest_sealed
 from tests.capture.changes import changed
 from tests.elastic.faults.crews import Seen, Shown, until
 
@@ -97,7 +97,7 @@ def test_headers_tell_what_is_being_written(box: list[str]) -> None:
 
 COPYING = """
 import sys, time
-from tests.elastic.faults.test_boxes import write
+from tests.elastic.faults.test_snapshot_damage import write
 step, size = 0, int(sys.argv[3])
 while True:
     write(sys.argv[1 + step % 2], step, size)
