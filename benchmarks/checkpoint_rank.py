@@ -23,7 +23,7 @@ from checkpoint_savers import MAKERS, Contender, Ours, State
 from checkpoint_work import Job, Work
 from rounds import order
 
-from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.chunk_ranges import CHUNK_BYTES
 
 NUM_STEPS = 3
 """After a save was asked for: those that it may delay."""

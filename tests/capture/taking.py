@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from closeranks.capture.capture import Capture, StateCopy
-from closeranks.capture.plan import CapturePlan
+from closeranks.capture.capture_plan import CapturePlan
 from closeranks.capture.slots import DATA_AT, SlotHeader, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from closeranks.capture import capture as room
 from closeranks.capture.capture import Capture
-from closeranks.capture.plan import CapturePlan, TensorRange, plan_capture
-from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.capture_plan import CapturePlan, TensorRange, plan_capture
+from closeranks.capture.chunk_ranges import CHUNK_BYTES
 from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from closeranks.capture.capture import Capture
-from closeranks.capture.pinning import PinnedMemory
+from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.sources import TensorChunkSource
 from closeranks.core.background import BackgroundThread

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from closeranks.capture.devices import HALF_BYTES
-from closeranks.capture.pinning import PinnedMemory
+from closeranks.capture.device_copy import HALF_BYTES
+from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.slots import DATA_AT, SealedSlot, SlotHeader
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece

@@ -29,9 +29,7 @@ import numpy as np
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.devices import CopiedBytes, CopyEvents, DeviceToHostCopier
-from closeranks.capture.pinning import PinnedMemory
-from closeranks.capture.plan import (
+from closeranks.capture.capture_plan import (
     BLOCK_BYTES,
     EMPTY_PLAN,
     CapturePlan,
@@ -40,7 +38,9 @@ from closeranks.capture.plan import (
     plan_capture,
     plan_signature,
 )
-from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.chunk_ranges import CHUNK_BYTES
+from closeranks.capture.device_copy import CopiedBytes, CopyEvents, DeviceToHostCopier
+from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.slots import DATA_AT, ByteArray, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import BackgroundThread

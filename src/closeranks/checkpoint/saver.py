@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from closeranks.capture.capture import Capture, StateCopy
-from closeranks.capture.plan import CapturePlan
+from closeranks.capture.capture_plan import CapturePlan
 from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint import writing

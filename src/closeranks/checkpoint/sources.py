@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from closeranks.capture.plan import CapturePlan, plan_capture, tensor_bytes
+from closeranks.capture.capture_plan import CapturePlan, plan_capture, tensor_bytes
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk

@@ -18,7 +18,7 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.plan import copy_and_digest, tensor_bytes
+from closeranks.capture.capture_plan import copy_and_digest, tensor_bytes
 from closeranks.capture.slots import ByteArray, SealedSlot, SlotEntry, SlotError, damage_message
 from closeranks.core.overlaps import ContiguousBox, TensorBox, plan_copies
 from closeranks.core.pieces import Piece

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from closeranks.capture.capture import Capture, StateCopy
-from closeranks.capture.plan import EMPTY_PLAN, CapturePlan
+from closeranks.capture.capture_plan import EMPTY_PLAN, CapturePlan
 from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.background import BackgroundThread

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from closeranks.capture.capture import Capture, CaptureTarget
-from closeranks.capture.plan import num_digest_threads
+from closeranks.capture.capture_plan import num_digest_threads
 from closeranks.core.events import Event
 from closeranks.run.component import Component
 from closeranks.run.context import RunContext

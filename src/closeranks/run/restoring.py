@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from closeranks.capture.plan import num_digest_threads
+from closeranks.capture.capture_plan import num_digest_threads
 from closeranks.capture.slots import SealedSlot, SlotError, SlotHeader, SnapshotSlot, inspect_slot, void_slot
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode

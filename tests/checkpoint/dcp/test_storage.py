@@ -317,7 +317,7 @@ def test_a_place_may_be_a_url() -> None:
 
 
 def test_large_tensors_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.capture.shares.CHUNK_BYTES", 256)
+    monkeypatch.setattr("closeranks.capture.chunk_ranges.CHUNK_BYTES", 256)
     weights = {"model": {"w": torch.randn(40, 9), "turned": torch.randn(30, 20).t()}}
     dcp.save(weights, storage_writer=CheckpointStorageWriter(tmp_path, 1))
     assert len(open_newest(str(tmp_path)).manifest.entries) > 10

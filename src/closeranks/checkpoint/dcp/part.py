@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from closeranks.capture.shares import HeldPiece, own_chunk_ranges
+from closeranks.capture.chunk_ranges import HeldPiece, own_chunk_ranges
 from closeranks.checkpoint.datafile import SaveError, read_back, write_data_file
 from closeranks.checkpoint.digests import crc32c, item_bytes
 from closeranks.checkpoint.manifest import Chunk, ChunkLocation, DataFile, RankPart, data_name

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.chunk_ranges import CHUNK_BYTES
 from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.checkpoint.weights.safetensors_file import FORMAT_NAMES
 from closeranks.checkpoint.weights.safetensors_folder import INDEX, SINGLE

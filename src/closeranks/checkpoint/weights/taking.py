@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from closeranks.capture.shares import CHUNK_BYTES
+from closeranks.capture.chunk_ranges import CHUNK_BYTES
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.digests import crc32c
 from closeranks.checkpoint.manifest import Chunk, folder_name

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.capture import shares as room
-from closeranks.capture.shares import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
+from closeranks.capture import chunk_ranges as room
+from closeranks.capture.chunk_ranges import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
 from closeranks.core.overlaps import contiguous_boxes, plan_copies
 from closeranks.core.pieces import Piece
 

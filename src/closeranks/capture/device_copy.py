@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.capture.pinning import PinnedMemory
-from closeranks.capture.plan import tensor_bytes
+from closeranks.capture.capture_plan import tensor_bytes
+from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.slots import DATA_AT, ByteArray
 
 HALF_BYTES = 64 << 20

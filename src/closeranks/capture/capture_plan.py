@@ -20,7 +20,7 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from closeranks.capture.shares import HeldPiece, chunk_ranges
+from closeranks.capture.chunk_ranges import HeldPiece, chunk_ranges
 from closeranks.capture.slots import ByteArray, SlotEntry
 from closeranks.capture.tensors import StateTensor
 
