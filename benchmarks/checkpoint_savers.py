@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from closeranks.capture.capture import Capture
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import SaveReport, SaveSettings
-from closeranks.checkpoint.reader import CheckpointReader
-from closeranks.checkpoint.saver import CheckpointSaver
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader
+from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings
+from closeranks.checkpoint.save.saver import CheckpointSaver
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 

@@ -12,10 +12,10 @@ from closeranks.capture.capture import Capture, StateCopy
 from closeranks.capture.capture_plan import CapturePlan
 from closeranks.capture.slots import DATA_AT, SlotHeader, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
-from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.manifest import Chunk
-from closeranks.checkpoint.saver import CheckpointSaver
-from closeranks.checkpoint.sources import chunks_of_plan
+from closeranks.checkpoint.format.digests import crc32c
+from closeranks.checkpoint.format.manifest import Chunk
+from closeranks.checkpoint.save.chunk_source import chunks_of_plan
+from closeranks.checkpoint.save.saver import CheckpointSaver
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.snapshot_writer import SnapshotDestinations, SnapshotResult, SnapshotWriter
 

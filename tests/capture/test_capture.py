@@ -20,8 +20,8 @@ from closeranks.capture.capture_plan import CapturePlan, TensorRange, plan_captu
 from closeranks.capture.chunk_ranges import CHUNK_BYTES
 from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
-from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.sources import TensorChunkSource
+from closeranks.checkpoint.format.digests import crc32c
+from closeranks.checkpoint.save.chunk_source import TensorChunkSource
 from closeranks.core.background import BackgroundThread
 from closeranks.core.pieces import Piece
 from tests.capture.taking import Captured, Taking, stored

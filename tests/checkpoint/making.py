@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from closeranks.checkpoint.datafile import plan_data_file
-from closeranks.checkpoint.digests import blake3_hex, crc32c, item_bytes, layout_independent_digest
-from closeranks.checkpoint.manifest import (
+from closeranks.checkpoint.format.data_file import plan_data_file
+from closeranks.checkpoint.format.digests import blake3_hex, crc32c, item_bytes, layout_independent_digest
+from closeranks.checkpoint.format.manifest import (
     LATEST,
     MANIFEST,
     CheckpointManifest,

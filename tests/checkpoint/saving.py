@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from closeranks.checkpoint.digests import crc32c
-from closeranks.checkpoint.manifest import (
+from closeranks.checkpoint.format.digests import crc32c
+from closeranks.checkpoint.format.manifest import (
     MANIFEST,
     CheckpointManifest,
     Chunk,
@@ -18,7 +18,7 @@ from closeranks.checkpoint.manifest import (
     decode_manifest,
     folder_name,
 )
-from closeranks.checkpoint.order import SaveReport, SaveSettings, SaveTask
+from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Storage
@@ -68,7 +68,7 @@ def source(made: SaveTask, buffer: bytes | bytearray) -> Callable[[int], memoryv
 
 
 def save(made: tuple[SaveTask, bytes], where: SaveSettings) -> list[SaveReport]:
-    from closeranks.checkpoint import writing
+    from closeranks.checkpoint.save import save_tiers as writing
 
     reports: list[SaveReport] = []
     writing.save_to_all_tiers(made[0], source(*made), where, reports.append, lambda: False)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader
 from closeranks.core.errors import CheckpointError
 from tests.checkpoint import making
+from tests.checkpoint.load.test_resharding_reader import read_all
 from tests.checkpoint.making import Whole, a_state, filled
-from tests.checkpoint.test_reader import read_all
 
 NUM_FLIPS = 2_000
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.digests import blake3_hex
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
-from closeranks.checkpoint.verify import verify_all
+from closeranks.checkpoint.format.digests import blake3_hex
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
+from closeranks.checkpoint.load.verify import verify_all
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage
 

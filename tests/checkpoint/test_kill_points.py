@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from closeranks.checkpoint import writing
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.courier import WriterClient
-from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader
+from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.core.pieces import Piece
 from closeranks.storage.lease import LeaseTimes
 from closeranks.storage.local import LocalStorage
@@ -39,7 +39,7 @@ IN_WRITER = ("writer.order_received",)
 OF_A_SAVE = """
 import json, os, shutil, sys
 from pathlib import Path
-import closeranks.checkpoint.writer
+import closeranks.checkpoint.save.writer_process
 from closeranks.core import faults
 from tests.checkpoint import saving
 
@@ -171,7 +171,7 @@ def test_a_writer_that_is_killed_is_reported(
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_point_is_reported(fast: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import json, closeranks.checkpoint.writer as w; print(json.dumps(list(w.point.__globals__['POINTS'])))"
+    code = "import json, closeranks.checkpoint.save.writer_process as w; print(json.dumps(list(w.point.__globals__['POINTS'])))"
     labels = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert set(SOME) < set(labels)
     for label in labels:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint import writing
-from closeranks.checkpoint.courier import WriterClient
-from closeranks.checkpoint.order import SaveReport
+from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save.save_task import SaveReport
+from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.patience import RetryPolicy
 from closeranks.storage.remote import RemoteStorage

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.courier import WriterClient
-from closeranks.checkpoint.manifest import MANIFEST, part_name
+from closeranks.checkpoint.format.manifest import MANIFEST, part_name
+from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.core import faults
 from closeranks.core.environment import detect_world
 

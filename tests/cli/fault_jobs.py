@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.events import Saved, SaveFailed, StepDone
 from closeranks.telemetry.recorder import read_events
 from tests.cli.commands import IMPORTABLE, Done, closeranks

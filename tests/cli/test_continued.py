@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.events import RunStarted, StepDone
 from closeranks.telemetry.samples import read_samples
 from tests.cli.commands import closeranks

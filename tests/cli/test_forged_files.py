@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.soundness import validate_manifest
+from closeranks.checkpoint.format.manifest_validation import validate_manifest
 from closeranks.core.environment import set_world
 from closeranks.core.errors import CheckpointError, CloseranksError, UserError
 from closeranks.core.printable import printable

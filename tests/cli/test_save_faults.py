@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk
@@ -36,12 +36,12 @@ pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 ENUMERATE = """
 import json
 from closeranks.core.faults import FAILPOINTS as POINTS
-import closeranks.checkpoint.writer
+import closeranks.checkpoint.save.writer_process
 import closeranks.storage.local
 written = list(POINTS)
 import closeranks.storage.remote
 stored = [label for label in POINTS if label not in written]
-import closeranks.checkpoint.saver
+import closeranks.checkpoint.save.saver
 taken = [label for label in POINTS if label not in written + stored]
 print(json.dumps([written, stored, taken]))
 """

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.catalogue import FoundCheckpoint
+from closeranks.checkpoint.load.catalogue import FoundCheckpoint
 from closeranks.cli.ckpt.places import pick_checkpoint
 from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed

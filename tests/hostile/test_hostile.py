@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import closeranks.checkpoint.writer
+import closeranks.checkpoint.save.writer_process
 import closeranks.elastic.snapshot_writer
 import closeranks.run.restoring  # noqa: F401
 from closeranks.core.faults import FAILPOINTS

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint.config import CheckpointConfig, seconds_of
-from closeranks.checkpoint.rhythm import MOST_S
+from closeranks.checkpoint.save.save_schedule import MOST_S
 from closeranks.facts.intervals import best_period_s, waste
 from closeranks.plan.policy import (
     AUTO_MOST_S,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from closeranks import Session
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.environment import set_world
 from closeranks.core.events import Warned
 from closeranks.core.pieces import Piece

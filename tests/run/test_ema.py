@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from closeranks import Session
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import Evaluated, StepDone

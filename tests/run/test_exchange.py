@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from closeranks.checkpoint.weights.hf_shards import ExportTensor, NoProgress, plan_export, plan_shards
 from closeranks.checkpoint.weights.open import open_weights
-from closeranks.checkpoint.weights.shards import ExportTensor, NoProgress, plan_export, plan_shards
-from closeranks.checkpoint.weights.taking import save_weights
+from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.core.errors import CheckpointError, ModelError, SetupError, UserError
 from closeranks.core.pieces import Piece
@@ -127,9 +127,9 @@ def test_weights_are_written_in_the_format_that_is_asked_for(tmp_path: Path, dty
 
 
 def test_the_model_is_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("shards", "taking"):
+    for module in ("hf_shards", "save_weights"):
         monkeypatch.setattr(f"closeranks.checkpoint.weights.{module}.CHUNK_BYTES", 16_384)
-    monkeypatch.setattr("closeranks.checkpoint.reader._KEPT_BYTES", 16_384)
+    monkeypatch.setattr("closeranks.checkpoint.load.resharding_reader._KEPT_BYTES", 16_384)
     changes = {"num_hidden_layers": 24}
     hf = publish(published(**changes), tmp_path / "hf")
     whole = sum(one.numel() * 4 for one in whole_tensors(hf).values())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
 from closeranks.core.environment import set_world
 from closeranks.core.pieces import Piece
 from closeranks.core.world import World

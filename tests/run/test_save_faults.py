@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core import refuges
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Saved, SaveFailed, StepDone

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
 from closeranks.core.errors import BadRecordError, CheckpointError, DataError
 from closeranks.core.events import Resumed, Saved, SaveFailed, Warned
 from closeranks.facts.layout import Layout
@@ -195,7 +195,7 @@ def test_a_save_that_failed_on_another_rank_is_tried_again_once(tmp_path: Path) 
 
 
 def shot(folder: Path) -> int:
-    from closeranks.checkpoint import rhythm
+    from closeranks.checkpoint.save import save_schedule as rhythm
 
     torch.set_num_threads(1)
     rhythm.FIRST_RETRY_S = 0.1

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.weights.ours import CheckpointWeights
+from closeranks.checkpoint.load.resharding_reader import open_newest
+from closeranks.checkpoint.weights.checkpoint_weights import CheckpointWeights
 from closeranks.core.errors import CheckpointError
 from closeranks.parallel.apply import whole_tensors
 from closeranks.run.job import load_job

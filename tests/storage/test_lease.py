@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from closeranks.checkpoint.courier import WriterClient
-from closeranks.checkpoint.order import SaveReport
+from closeranks.checkpoint.save.save_task import SaveReport
+from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.storage.lease import Lease, LeaseTimes, decode, own_lease, release_all
 from closeranks.storage.protocol import DeniedError, StorageError
 from closeranks.storage.remote import RemoteStorage

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from closeranks import Hook, Session
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
 from closeranks.data.orders import order_of

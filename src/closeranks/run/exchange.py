@@ -17,12 +17,10 @@ import torch
 from pydantic import ValidationError
 
 from closeranks import __version__
-from closeranks.checkpoint.catalogue import FOLDER
-from closeranks.checkpoint.weights.index import read_json
-from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
-from closeranks.checkpoint.weights.ours import CheckpointWeights, open_checkpoint_weights
-from closeranks.checkpoint.weights.protocol import Weights, row_bands
-from closeranks.checkpoint.weights.shards import (
+from closeranks.checkpoint.load.catalogue import FOLDER
+from closeranks.checkpoint.weights.checkpoint_weights import CheckpointWeights, open_checkpoint_weights
+from closeranks.checkpoint.weights.hf_index import read_json
+from closeranks.checkpoint.weights.hf_shards import (
     ExportTensor,
     NoProgress,
     ProgressListener,
@@ -30,7 +28,9 @@ from closeranks.checkpoint.weights.shards import (
     write_json,
     write_shards,
 )
-from closeranks.checkpoint.weights.taking import save_weights
+from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
+from closeranks.checkpoint.weights.protocol import Weights, row_bands
+from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.core.config.toml import format_value
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece

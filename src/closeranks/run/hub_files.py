@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from closeranks.checkpoint.weights.checkpoint_weights import open_checkpoint_weights
 from closeranks.checkpoint.weights.open import OURS, detect_format
-from closeranks.checkpoint.weights.ours import open_checkpoint_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.regular_file import open_binary, read_text
 from closeranks.storage.protocol import StorageError

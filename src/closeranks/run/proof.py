@@ -26,9 +26,9 @@ from torch import Tensor
 from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
-from closeranks.checkpoint.order import SaveSettings
-from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.saver import CheckpointSaver
+from closeranks.checkpoint.load.resharding_reader import open_newest
+from closeranks.checkpoint.save.save_task import SaveSettings
+from closeranks.checkpoint.save.saver import CheckpointSaver
 from closeranks.core.errors import SetupError
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece

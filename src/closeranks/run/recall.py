@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.capture.slots import SealedSlot, SlotError
-from closeranks.checkpoint.catalogue import FOLDER, find_checkpoints
+from closeranks.checkpoint.load.catalogue import FOLDER, find_checkpoints
 from closeranks.core.errors import CheckpointError
 from closeranks.run.job import Job
 from closeranks.run.past import BatchHistory, batch_history_of

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from closeranks.checkpoint.catalogue import find_checkpoints
-from closeranks.checkpoint.manifest import parse_folder
-from closeranks.checkpoint.reader import CheckpointReader
+from closeranks.checkpoint.format.manifest import parse_folder
+from closeranks.checkpoint.load.catalogue import find_checkpoints
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.run.context import RunContext

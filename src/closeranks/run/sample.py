@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
-from closeranks.checkpoint.reader import open_newest
-from closeranks.checkpoint.weights.ours import CheckpointWeights
+from closeranks.checkpoint.load.resharding_reader import open_newest
+from closeranks.checkpoint.weights.checkpoint_weights import CheckpointWeights
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.llama import num_params
 from closeranks.models.build import spec_for

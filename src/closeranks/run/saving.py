@@ -21,10 +21,10 @@ from typing import Any
 from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.capture.capture import Capture
 from closeranks.checkpoint.config import seconds_of
-from closeranks.checkpoint.manifest import parse_folder
-from closeranks.checkpoint.order import SaveReport, SaveSettings
-from closeranks.checkpoint.rhythm import SaveSchedule
-from closeranks.checkpoint.saver import CheckpointSaver, SaveTarget
+from closeranks.checkpoint.format.manifest import parse_folder
+from closeranks.checkpoint.save.save_schedule import SaveSchedule
+from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings
+from closeranks.checkpoint.save.saver import CheckpointSaver, SaveTarget
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
 from closeranks.core.refuges import fallback_folders, resume_advice

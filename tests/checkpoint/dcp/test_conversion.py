@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from closeranks.checkpoint.dcp.conversion import FORMATS, convert
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError, UserError
 from closeranks.core.pieces import Piece

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from closeranks.checkpoint.manifest import decode_latest
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.checkpoint.format.manifest import decode_latest
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
 from closeranks.checkpoint.weights.dcp_folder import open_dcp
 from closeranks.core.pieces import Piece
 from closeranks.storage.local import LocalStorage

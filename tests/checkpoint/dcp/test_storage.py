@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from closeranks.checkpoint.collect import RetentionPolicy, apply_retention
 from closeranks.checkpoint.dcp.names import Names
 from closeranks.checkpoint.dcp.storage_reader import CheckpointStorageReader
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
+from closeranks.checkpoint.save.retention import RetentionPolicy, apply_retention
 from closeranks.core.errors import CheckpointError
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import DeniedError

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from closeranks.checkpoint.weights.hf_shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.open import DCP, OURS, SAFETENSORS, TORCH, detect_format, open_weights
 from closeranks.checkpoint.weights.protocol import row_bands
-from closeranks.checkpoint.weights.shards import NoProgress, plan_export
-from closeranks.checkpoint.weights.taking import save_weights
+from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
@@ -82,7 +82,7 @@ def test_every_kind_gives_the_same_values(tmp_path: Path) -> None:
 
 
 def test_a_row_larger_than_a_chunk_is_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.checkpoint.weights.taking.CHUNK_BYTES", 64)
+    monkeypatch.setattr("closeranks.checkpoint.weights.save_weights.CHUNK_BYTES", 64)
     held = TorchFile("memory", {"wide": torch.randn(2, 100), "flat": torch.randn(50)}, ())
     save_weights(str(tmp_path), held, plan_export(held, {name: name for name in held.names()}), {}, NoProgress())
     weights = open_weights(str(tmp_path))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeranks.checkpoint.weights.hf_shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.open import open_weights
-from closeranks.checkpoint.weights.shards import NoProgress, plan_export
-from closeranks.checkpoint.weights.taking import save_weights
+from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.cli.ckpt.moving import parse_size, size_text, transfer_bar
 from closeranks.core.pieces import Piece

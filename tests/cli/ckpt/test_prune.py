@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.manifest import folder_name
+from closeranks.checkpoint.format.manifest import folder_name
 from closeranks.storage.local import LocalStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import order, save, settings

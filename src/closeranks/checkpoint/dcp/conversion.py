@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.checkpoint.dcp import export
+from closeranks.checkpoint.dcp.export_source import ExportSource, source_from_checkpoint, source_from_weights
 from closeranks.checkpoint.dcp.names import Names
-from closeranks.checkpoint.dcp.outgoing import ExportSource, source_from_checkpoint, source_from_weights
-from closeranks.checkpoint.reader import open_newest
+from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
 from closeranks.core.errors import CheckpointError
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from closeranks.checkpoint.dcp.outgoing import ExportSource, LazyTensor
+from closeranks.checkpoint.dcp.export_source import ExportSource, LazyTensor
 from closeranks.checkpoint.dcp.planner import LazySavePlanner
 from closeranks.checkpoint.dcp.storage_writer import CheckpointStorageWriter
 from closeranks.checkpoint.weights.protocol import row_bands

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from closeranks.checkpoint.dcp.outgoing import ExportSource, LazyTensor
+from closeranks.checkpoint.dcp.export_source import ExportSource, LazyTensor
 from closeranks.checkpoint.weights.protocol import row_bands
 from closeranks.core.pieces import Piece
 

@@ -30,7 +30,7 @@ from torch.futures import Future
 from closeranks.checkpoint.dcp.names import Names, TensorKey
 from closeranks.checkpoint.dcp.tree import DcpListing, list_for_dcp
 from closeranks.checkpoint.dcp.values import decode
-from closeranks.checkpoint.reader import CheckpointReader, open_newest
+from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 

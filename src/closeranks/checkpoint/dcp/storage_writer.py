@@ -26,14 +26,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from closeranks.checkpoint.commit import commit
-from closeranks.checkpoint.datafile import SaveError
 from closeranks.checkpoint.dcp.names import Names
-from closeranks.checkpoint.dcp.part import SaveRank, TensorWrite, write_part
+from closeranks.checkpoint.dcp.rank_part import SaveRank, TensorWrite, write_part
 from closeranks.checkpoint.dcp.tree import KEY, dcp_tree_entry
 from closeranks.checkpoint.dcp.values import encode
-from closeranks.checkpoint.manifest import MANIFEST, RankPart, decode_part, encode_part, folder_name, parse_folder
-from closeranks.checkpoint.order import SaveTask
+from closeranks.checkpoint.format.data_file import SaveError
+from closeranks.checkpoint.format.manifest import (
+    MANIFEST,
+    RankPart,
+    decode_part,
+    encode_part,
+    folder_name,
+    parse_folder,
+)
+from closeranks.checkpoint.save.commit import commit
+from closeranks.checkpoint.save.save_task import SaveTask
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.open import open_storage

@@ -13,7 +13,7 @@ from typing import Any
 
 from closeranks.checkpoint.dcp.names import Names, StatePath, TensorKey
 from closeranks.checkpoint.dcp.values import decode
-from closeranks.checkpoint.manifest import CheckpointManifest
+from closeranks.checkpoint.format.manifest import CheckpointManifest
 from closeranks.core.errors import CheckpointError
 
 KEY = "dcp"

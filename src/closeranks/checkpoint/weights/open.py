@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from closeranks.checkpoint.manifest import LATEST, MANIFEST, parse_folder
+from closeranks.checkpoint.format.manifest import LATEST, MANIFEST, parse_folder
 from closeranks.checkpoint.weights import safetensors_folder, torch_file
 from closeranks.checkpoint.weights.protocol import Weights
 from closeranks.core.errors import CheckpointError
@@ -63,7 +63,7 @@ def _kind_of_file(path: Path) -> WeightsFormat | None:
 
 
 def _ours(place: str) -> Weights:
-    from closeranks.checkpoint.weights.ours import open_checkpoint_weights
+    from closeranks.checkpoint.weights.checkpoint_weights import open_checkpoint_weights
 
     return open_checkpoint_weights(place)
 

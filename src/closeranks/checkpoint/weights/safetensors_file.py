@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.weights.index import MAX_JSON_BYTES
+from closeranks.checkpoint.weights.hf_index import MAX_JSON_BYTES
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.core.errors import CheckpointError
 from closeranks.core.overlaps import TensorBox, contiguous_boxes

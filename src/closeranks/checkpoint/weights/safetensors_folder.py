@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from closeranks.checkpoint.weights.index import read_index
+from closeranks.checkpoint.weights.hf_index import read_index
 from closeranks.checkpoint.weights.safetensors_file import SafetensorsFile
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from closeranks.checkpoint.weights.index import read_index
+from closeranks.checkpoint.weights.hf_index import read_index
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.regular_file import open_binary

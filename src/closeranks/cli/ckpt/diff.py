@@ -9,9 +9,9 @@ import typer
 from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.catalogue import FoundCheckpoint
-    from closeranks.checkpoint.difference import TensorDifference
-    from closeranks.checkpoint.values import LargestDifference
+    from closeranks.checkpoint.load.catalogue import FoundCheckpoint
+    from closeranks.checkpoint.load.manifest_diff import TensorDifference
+    from closeranks.checkpoint.load.value_diff import LargestDifference
 
 HELP = """Compare two checkpoints tensor by tensor, whatever layouts saved them.
 
@@ -42,8 +42,8 @@ def diff(
 ) -> None:
     import json
 
-    from closeranks.checkpoint.difference import diff_manifests as compare
-    from closeranks.checkpoint.difference import tree_differences
+    from closeranks.checkpoint.load.manifest_diff import diff_manifests as compare
+    from closeranks.checkpoint.load.manifest_diff import tree_differences
     from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint
     from closeranks.core.errors import CheckpointError
 
@@ -71,8 +71,8 @@ def _measure(
     one: FoundCheckpoint, other: FoundCheckpoint, rows: list[TensorDifference]
 ) -> dict[tuple[str, str], LargestDifference]:
     """By how much those differ that can be compared at all."""
-    from closeranks.checkpoint.reader import CheckpointReader
-    from closeranks.checkpoint.values import largest_difference
+    from closeranks.checkpoint.load.resharding_reader import CheckpointReader
+    from closeranks.checkpoint.load.value_diff import largest_difference
 
     a, b = CheckpointReader(one.storage, one.name), CheckpointReader(other.storage, other.name)
     return {

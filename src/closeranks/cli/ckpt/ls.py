@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from closeranks.checkpoint.catalogue import FoundCheckpoint
+    from closeranks.checkpoint.load.catalogue import FoundCheckpoint
 
 HELP = """List the checkpoints of a run, newest first; a star marks the one that a resumed run takes first.
 

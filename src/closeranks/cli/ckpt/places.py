@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from closeranks.checkpoint.catalogue import Catalogue, FoundCheckpoint, find_checkpoints
-from closeranks.checkpoint.manifest import CheckpointManifest
+from closeranks.checkpoint.format.manifest import CheckpointManifest
+from closeranks.checkpoint.load.catalogue import Catalogue, FoundCheckpoint, find_checkpoints
 from closeranks.core.errors import CheckpointError
 from closeranks.core.printable import printable
 from closeranks.telemetry.folder import RunFolder

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from closeranks.checkpoint.collect import CheckpointFolder, RemovalPlan, RetentionPolicy
+    from closeranks.checkpoint.save.retention import CheckpointFolder, RemovalPlan, RetentionPolicy
     from closeranks.storage.protocol import Storage
 
 HELP = """Remove the checkpoints of a run that nobody needs any more, and what failed saves left behind.
@@ -37,7 +37,7 @@ def prune(
     keep_best: Annotated[int, typer.Option(min=0, help="How many of the best by evaluated loss stay.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    from closeranks.checkpoint.collect import RetentionPolicy
+    from closeranks.checkpoint.save.retention import RetentionPolicy
     from closeranks.core.errors import CheckpointError
     from closeranks.storage.protocol import DeniedError, StorageError
 
@@ -61,7 +61,7 @@ class PrunedFolder:
 
 
 def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
-    from closeranks.checkpoint import collect
+    from closeranks.checkpoint.save import retention as collect
 
     storage = _root(run)
     with nullcontext() if dry_run else storage.lock("closeranks ckpt prune"):
@@ -77,7 +77,7 @@ def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
 
 def _root(run: str) -> Storage:
     """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
-    from closeranks.checkpoint.manifest import parse_folder
+    from closeranks.checkpoint.format.manifest import parse_folder
     from closeranks.cli.ckpt.places import require_checkpoints
     from closeranks.core.errors import CheckpointError
 
@@ -90,7 +90,7 @@ def _root(run: str) -> Storage:
 
 def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[PrunedFolder]:
     """By folder; one whose data others need frees little more than its manifest."""
-    from closeranks.checkpoint.manifest import MANIFEST
+    from closeranks.checkpoint.format.manifest import MANIFEST
 
     found: list[PrunedFolder] = []
     for folder in folders:

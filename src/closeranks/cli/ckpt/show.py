@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.difference import TensorSummary
+    from closeranks.checkpoint.load.manifest_diff import TensorSummary
 
 HELP = """Show what a checkpoint holds: every value of its tree, every tensor with shape, type and digest.
 
@@ -36,7 +36,7 @@ def show(
 ) -> None:
     import json
 
-    from closeranks.checkpoint.difference import tensor_summaries
+    from closeranks.checkpoint.load.manifest_diff import tensor_summaries
     from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint, size, stdout
     from closeranks.core.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import typer
 from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
-    from closeranks.checkpoint.verify import VerifyFinding
+    from closeranks.checkpoint.load.verify import VerifyFinding
 
 HELP = """Read every byte of a run's checkpoints, or of one, and compare it with the digests taken when it was saved.
 
@@ -42,7 +42,7 @@ def verify(
     import time
     from dataclasses import asdict
 
-    from closeranks.checkpoint.verify import VerifiedChunks, num_bytes_to_verify, verify_all
+    from closeranks.checkpoint.load.verify import VerifiedChunks, num_bytes_to_verify, verify_all
     from closeranks.cli.ckpt.places import require_checkpoints, size
 
     catalogue, seen, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()

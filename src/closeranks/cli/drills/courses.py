@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from closeranks.checkpoint.catalogue import FoundCheckpoint
-from closeranks.checkpoint.difference import diff_manifests, tree_differences
-from closeranks.checkpoint.manifest import CheckpointManifest
+from closeranks.checkpoint.format.manifest import CheckpointManifest
+from closeranks.checkpoint.load.catalogue import FoundCheckpoint
+from closeranks.checkpoint.load.manifest_diff import diff_manifests, tree_differences
 from closeranks.cli.ckpt.places import pick_checkpoint
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import SaveFailed, StepDone
@@ -116,8 +116,8 @@ def _lasting(manifest: CheckpointManifest) -> dict[str, Any]:
 
 def _is_near(a: FoundCheckpoint, b: FoundCheckpoint, section: str, key: str, tolerance: float) -> bool:
     """By the largest difference of any number: that of one near zero may be large in proportion, and means nothing."""
-    from closeranks.checkpoint.reader import CheckpointReader
-    from closeranks.checkpoint.values import largest_difference
+    from closeranks.checkpoint.load.resharding_reader import CheckpointReader
+    from closeranks.checkpoint.load.value_diff import largest_difference
 
     found = largest_difference(CheckpointReader(a.storage, a.name), CheckpointReader(b.storage, b.name), section, key)
     return found.absolute <= tolerance

@@ -1,0 +1,378 @@
+"""Saves one rank's part of a checkpoint to each storage tier.
+
+The same on each tier: write the data file, read it back, publish the part; rank 0 then commits for all and applies
+retention. Rank 0 holds the storage's lock from its first byte to its last removal, so that nothing is removed during a
+save. The second tier is fed from the finished file of the first, or from the buffer if the first one failed.
+Invariants: nothing raises, everything is reported; ``released`` is reported exactly once; what a failed attempt wrote
+never counts, and is never removed once rank 0 may have relied on it; a committed save is never reported as failed, nor
+does saving the same step of the same session again fail. Imports no torch: used by the writer process, and by a trainer
+that waits for its save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+
+from closeranks.checkpoint.format.data_file import (
+    ChunkDigests,
+    ChunkSource,
+    SaveError,
+    digest_chunk,
+    read_back,
+    write_data_file,
+)
+from closeranks.checkpoint.format.manifest import (
+    CheckpointManifest,
+    ChunkLocation,
+    RankPart,
+    data_name,
+    encode_part,
+    part_name,
+)
+from closeranks.checkpoint.save import references
+from closeranks.checkpoint.save.commit import (
+    commit,
+    encode_failure,
+    failure_name,
+    gather_parts,
+    read_committed,
+    repair_latest,
+)
+from closeranks.checkpoint.save.retention import RetentionPolicy, apply_retention, clear_unfinished
+from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask, StorageTier, session_token
+from closeranks.core.errors import CloseranksError
+from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.storage.open import open_storage
+from closeranks.storage.protocol import Storage, StorageError
+
+ORDERED = declare_failpoint("save.ordered", "an order to save was taken up; nothing was written")
+READ_BACK = declare_failpoint(
+    "save.read_back", "a rank's data came back whole from the medium; its part is not published"
+)
+PART_PUBLISHED = declare_failpoint("save.part_published", "a rank's part is published")
+
+_LOCK_WAIT_S = 120.0
+"""How long a save waits at most for a prune, or for the lease of a writer that was killed."""
+_log = logging.getLogger(__name__)
+
+
+class SupersededError(SaveError):
+    """A later save was requested: this one is no longer wanted."""
+
+
+class BufferRelease:
+    """Reports once that the buffer is free."""
+
+    def __init__(self, order: SaveTask, report: Callable[[SaveReport], None]) -> None:
+        self._report: Callable[[], None] = lambda: report(SaveReport("released", order.save, order.step))
+
+    def __call__(self) -> None:
+        say, self._report = self._report, lambda: None
+        say()
+
+
+@dataclass(frozen=True, slots=True)
+class TierSave:
+    """One save on one tier."""
+
+    order: SaveTask
+    tier: StorageTier
+    place: str
+    source: ChunkSource
+    settings: SaveSettings
+    report: Callable[[SaveReport], None]
+    is_superseded: Callable[[], bool]
+    """Called between chunks and while waiting; the writer process also sends its heartbeat from it."""
+    release: Callable[[], None]
+    protected: Callable[[], Collection[str]] = tuple
+    """Checkpoints of this storage that another tier still reads from."""
+    known: Mapping[int, ChunkDigests] = field(default_factory=dict)
+    """Digests that need not be computed again, by index of the chunk."""
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def storage(self) -> Storage:
+        return _opened(self.place)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+    def path(self, name: str) -> str:
+        return f"{self.order.folder}/{name}"
+
+    def check_cancelled(self) -> None:
+        if self.is_superseded():
+            raise SupersededError("a later save was ordered before this one was done")
+
+
+@cache
+def _opened(place: str) -> Storage:
+    """One per place for the life of the process, to keep an object store's connections open."""
+    return open_storage(place)
+
+
+def save_to_all_tiers(
+    order: SaveTask,
+    source: ChunkSource,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
+    is_superseded: Callable[[], bool],
+) -> None:
+    """One save on all tiers, one after the other."""
+    release = BufferRelease(order, report)
+    part = save_primary(order, source, settings, report, is_superseded, release)
+    if wants_remote(order, settings):
+        save_remote(order, source, part, settings, report, is_superseded, release)
+    release()
+
+
+def wants_remote(order: SaveTask, settings: SaveSettings) -> bool:
+    return bool(settings.remote) and order.to_remote
+
+
+def publish_failure(order: SaveTask, settings: SaveSettings, why: str) -> None:
+    """For a rank whose save failed before it got here: tells rank 0 on every tier not to wait for its part. Never
+    raises; for a place that cannot be reached it blocks while requests are retried, and rank 0 waits for its
+    timeout."""
+    publish_failure_at(settings.place, order, why)
+    if wants_remote(order, settings):
+        publish_failure_at(settings.remote, order, why)
+
+
+def publish_failure_at(place: str, order: SaveTask, why: str) -> None:
+    """The same in one place. Does nothing on rank 0, which no rank waits for."""
+    if order.rank == 0:
+        return
+    path = f"{order.folder}/{failure_name(order.rank, order.num_ranks)}"
+    try:
+        _opened(place).publish(path, encode_failure(order, why), replace=True)
+    except Exception as error:  # the failure itself is reported elsewhere
+        _log.warning("rank %d could not tell %s that it does not save %s: %s", order.rank, place, order.folder, error)
+
+
+def save_primary(
+    order: SaveTask,
+    source: ChunkSource,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
+    is_superseded: Callable[[], bool],
+    release: Callable[[], None],
+    spare: Callable[[], Collection[str]] = tuple,
+) -> RankPart | None:
+    """Returns the part that was written and read back, None on failure: the buffer is then not free if another tier
+    needs it."""
+    return _save_tier(
+        TierSave(order, "primary", settings.place, source, settings, report, is_superseded, release, spare)
+    )
+
+
+def save_remote(
+    order: SaveTask,
+    source: ChunkSource,
+    primary: RankPart | None,
+    settings: SaveSettings,
+    report: Callable[[SaveReport], None],
+    is_superseded: Callable[[], bool],
+    release: Callable[[], None],
+) -> None:
+    """Save from the primary tier's files if there are any, else from ``source``; releases the buffer in either case
+    when done."""
+    known: dict[int, ChunkDigests] = {}
+    if primary is not None:
+        known = {number: ChunkDigests(entry.blake3, entry.digest_term) for number, entry in enumerate(primary.entries)}
+        source = _from_files(settings.place, order.folder, primary)
+    _save_tier(
+        TierSave(order, "remote", settings.remote, source, settings, report, is_superseded, release, known=known)
+    )
+    release()
+
+
+def _from_files(place: str, folder: str, part: RankPart) -> ChunkSource:
+    def read(number: int) -> memoryview:
+        entry = part.entries[number]
+        path = entry.file if "/" in entry.file else f"{folder}/{entry.file}"
+        return memoryview(_opened(place).read(path, entry.offset, entry.chunk.num_bytes))
+
+    return read
+
+
+def _save_tier(job: TierSave) -> RankPart | None:
+    part: RankPart | None = None
+    is_lead, is_committed = job.order.rank == 0, False
+    try:
+        with _held(job):
+            if is_lead:
+                _clear(job)
+            failpoint(ORDERED)
+            counts = _counting(job)
+            if counts is None:
+                part = _write_part(job)
+                # From here on rank 0 may commit at any moment, even if this call raises: nothing is withdrawn.
+                job.storage.publish(job.path(_name(job.order)), encode_part(part), replace=True)
+                failpoint(PART_PUBLISHED)
+                counts = _commit(job, part) if is_lead else None
+            else:
+                _accept(job)
+            if counts is not None and is_lead:
+                _say_committed(job, counts)
+                is_committed = True
+                _collect(job)
+    except (SaveError, StorageError, CloseranksError) as error:
+        _fail(job, str(error), is_committed)
+    except OSError as error:  # from a disk or an object store, not translated by the storage
+        _fail(job, os.strerror(error.errno) if error.errno else str(error), is_committed)
+    except Exception as error:  # whatever it is, training continues and the failure is reported
+        _log.exception("saving %s failed", job.order.folder)
+        _fail(job, f"{type(error).__name__}: {error}", is_committed)
+    return part
+
+
+def _fail(job: TierSave, why: str, is_committed: bool) -> None:
+    order = job.order
+    if is_committed:  # for example, the lock could not be released: no reason to save again
+        _log.warning("%s was saved to %s, but then: %s", order.folder, job.place, why)
+        return
+    what = f"step {order.step} was not saved to {job.place}: {why}"
+    job.report(SaveReport("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
+
+
+def _clear(job: TierSave) -> None:
+    """Remove what unfinished saves left; if that fails it costs space, not this save."""
+    order = job.order
+    try:
+        clear_unfinished(job.storage, order.folder, job.protected())
+    except (StorageError, CloseranksError) as error:
+        what = f"what unfinished saves left could not be removed: {error}"
+        job.report(SaveReport("collected", order.save, order.step, job.tier, what))
+
+
+def _counting(job: TierSave) -> CheckpointManifest | None:
+    """The manifest if an earlier attempt of this session has already committed this step."""
+    order = job.order
+    found = read_committed(job.storage, order.folder)
+    if found is not None and (session_token(found.save), found.step) != (session_token(order.save), order.step):
+        raise SaveError(f"{order.folder} is a checkpoint already")
+    return found
+
+
+def _accept(job: TierSave) -> None:
+    """The step is already committed, though an earlier report may have said otherwise: all that is left is to report
+    it."""
+    if job.order.rank == 0:
+        with suppress(StorageError):  # the next commit updates ``latest``
+            repair_latest(job.storage, job.order.folder)
+    _written(job, "", 0)
+
+
+@contextmanager
+def _held(job: TierSave) -> Iterator[None]:
+    if job.order.rank != 0:
+        yield
+        return
+    wait_s = min(job.settings.timeout_s, _LOCK_WAIT_S)
+    with job.storage.lock(f"the run that saves {job.order.folder}", wait_s=wait_s):
+        yield
+
+
+def _write_part(job: TierSave) -> RankPart:
+    """Write the data and read it back, then release the buffer. On failure everything is withdrawn."""
+    order, storage = job.order, job.storage
+    try:
+        stale = set(storage.names(order.folder))
+        for name in {_name(order), failure_name(order.rank, order.num_ranks)} & stale:
+            storage.remove(job.path(name))
+        part = _write_data(job)
+    except Exception as error:
+        _withdraw(job, error)
+        raise
+    job.release()
+    return part
+
+
+def _name(order: SaveTask) -> str:
+    return part_name(order.rank, order.num_ranks)
+
+
+def _withdraw(job: TierSave, error: Exception) -> None:
+    """Best effort; rank 0 is told of the failure, or waits for its timeout."""
+    order = job.order
+    with suppress(StorageError):
+        job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
+    if not isinstance(error, SupersededError):
+        publish_failure_at(job.place, order, str(error))
+
+
+def _write_data(job: TierSave) -> RankPart:
+    order = job.order
+    known, referred = _references(job)
+    fresh = {number: chunk for number, chunk in enumerate(order.chunks) if number not in referred}
+    name = data_name(order.rank, order.num_ranks)
+    path = job.path(name)
+    if not fresh:
+        _written(job, path, 0)
+        return RankPart(order.rank, order.num_ranks, order.save, (), tuple(referred.values()))
+    file, plan, digests = write_data_file(job.storage, path, fresh, job.source, known, job.check_cancelled)
+    _written(job, path, file.num_bytes)
+    if job.settings.read_back:
+        read_back(job.storage, path, file, fresh.values(), job.check_cancelled)
+        failpoint(READ_BACK)
+    for number, offset in zip(fresh, plan.offsets, strict=True):
+        mine = digests[number]
+        referred[number] = ChunkLocation(order.chunks[number], name, offset, mine.blake3, mine.digest_term)
+    entries = tuple(referred[number] for number in range(len(order.chunks)))
+    return RankPart(order.rank, order.num_ranks, order.save, (file,), entries)
+
+
+def _written(job: TierSave, path: str, num_bytes: int) -> None:
+    order = job.order
+    where = f"{job.storage.url}/{path}" if num_bytes else ""
+    job.report(SaveReport("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
+    # Not if the second tier may need the buffer, because this tier's file fails its read-back.
+    if job.tier == "remote" or not wants_remote(order, job.settings):
+        job.release()
+
+
+def _references(job: TierSave) -> tuple[dict[int, ChunkDigests], dict[int, ChunkLocation]]:
+    """The digests known so far, and the chunks that need not be written because an earlier checkpoint has them."""
+    known = dict(job.known)
+    base = None if job.order.is_full else references.read_base_manifest(job.storage)
+    if base is None:
+        return known, {}
+    found = references.existing_references(job.storage, references.reference_candidates(base, job.order.chunks))
+    referred: dict[int, ChunkLocation] = {}
+    for number, entry in found.items():
+        if number not in known:
+            known[number] = digest_chunk(job.order.chunks[number], job.source(number))
+        if known[number].blake3 == entry.blake3:
+            referred[number] = entry
+        job.check_cancelled()
+    return known, referred
+
+
+def _commit(job: TierSave, own: RankPart) -> CheckpointManifest:
+    parts = gather_parts(job.storage, job.order, own, job.settings.timeout_s, job.check_cancelled)
+    return commit(job.storage, job.order, parts)
+
+
+def _say_committed(job: TierSave, manifest: CheckpointManifest) -> None:
+    order, path = job.order, f"{job.storage.url}/{job.order.folder}"
+    job.report(SaveReport("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
+
+
+def _collect(job: TierSave) -> None:
+    order, storage, settings = job.order, job.storage, job.settings
+    keep = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
+    try:
+        names = apply_retention(storage, keep, order.folder, job.protected())
+    except (StorageError, CloseranksError) as error:  # the checkpoint is committed; the next save retries retention
+        job.report(SaveReport("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
+    else:
+        if names:
+            job.report(SaveReport("collected", order.save, order.step, job.tier, names=names))
