@@ -26,7 +26,7 @@ from results import Spread, conclude, say
 
 from closeranks.facts.devices import datasheet_flops
 from closeranks.facts.llama import PRESETS, flops_per_token, num_params
-from closeranks.run.job import Job, load_job
+from closeranks.run.job.job import Job, load_job
 from closeranks.telemetry.device import device_name
 
 ANCHORS = {"torchtitan": 60_500, "plain compiled loop": 61_700, "Lightning": 62_700, "HF Trainer": 46_500}

@@ -17,10 +17,10 @@ from closeranks.models.build import spec_for
 from closeranks.models.linear import Linear
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialize
-from closeranks.run.context import batch_schedule
-from closeranks.run.job import Job
-from closeranks.run.overseer import StandaloneClient, configure_worker
+from closeranks.run.builder.context import batch_schedule
+from closeranks.run.job.job import Job
 from closeranks.run.session import Session
+from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 
 
 class Loop(Protocol):

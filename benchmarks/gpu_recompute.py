@@ -29,8 +29,8 @@ from results import conclude, say
 from closeranks.facts.llama import PRESETS, num_params
 from closeranks.facts.memory import NamedBytes
 from closeranks.plan.layouts import layout_cost
-from closeranks.run.describe import describe_job
-from closeranks.run.job import Job, layout_for
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import Job, layout_for
 from closeranks.telemetry.device import device_name
 
 MODES = ("none", "selective", "full")

@@ -97,7 +97,7 @@ def judge(figures: Mapping[str, Any]) -> bool:
 def train(row: Row, seed: int, epochs: float, *, noise_every: int = 0) -> tuple[float, float | None]:
     """Accuracy on the held-out images, and the last noise scale that was measured."""
     from closeranks.core.events import NoiseSeen
-    from closeranks.run.job import load_job
+    from closeranks.run.job.job import load_job
     from closeranks.run.loop import train_job
     from closeranks.telemetry.recorder import read_events
 

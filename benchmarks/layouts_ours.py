@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from layouts_work import LayoutWork
 
-from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
+from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 
 
 class Ours:

@@ -15,7 +15,7 @@ from torch import Tensor
 from workload import BETAS, CLIP, WEIGHT_DECAY, StepLog, Workload
 
 from closeranks.data.order import BatchSchedule
-from closeranks.run.job import Job, load_job
+from closeranks.run.job.job import Job, load_job
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _ratio(batch: int, num_steps: int) -> float:
 def step_seconds(batch: int, micro_batch: int | None, num_steps: int) -> tuple[int, float]:
     """Samples of a micro-batch, and the middle of what a step took, the first left out where there are others."""
     from closeranks.core.events import StepDone
-    from closeranks.run.job import load_job, micro_batch_size
+    from closeranks.run.job.job import load_job, micro_batch_size
     from closeranks.run.loop import train_job
     from closeranks.telemetry.recorder import read_events
 

@@ -23,7 +23,7 @@ from workload import Workload, logged_losses
 
 from closeranks.agent.detection.progress import SharedProgress, create_progress_fd
 from closeranks.agent.workers.worker_link import WorkerLink
-from closeranks.run.overseer import configure_worker
+from closeranks.run.worker.agent_client import configure_worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from soak_watch import Sample, adopt_orphans, left_over, sample
 
 from closeranks.cli.drills.courses import read_recorded_run, same_losses, same_samples, state_difference
 from closeranks.cli.drills.running import possible_kinds
-from closeranks.run.folder import make_unused_folder
+from closeranks.run.job.run_folder import make_unused_folder
 
 NUM_RANKS = 4
 GOALS = {"light": 0.97, "all": 0.90}

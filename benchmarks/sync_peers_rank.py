@@ -30,8 +30,8 @@ from workload import logged_losses
 
 from closeranks.cli.compare.network import sent_bytes
 from closeranks.core.linux import die_with_parent
-from closeranks.run.overseer import StandaloneClient, configure_worker
 from closeranks.run.session import Session
+from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 from hosts import INTERFACE
 
 ONE_BUCKET_MIB = 4096.0

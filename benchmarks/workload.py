@@ -24,7 +24,7 @@ from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.optim.schedule import lr_factor
 from closeranks.parallel.materialise import materialize
-from closeranks.run.job import Job, load_job
+from closeranks.run.job.job import Job, load_job
 
 CLIP = 1.0
 WEIGHT_DECAY = 0.1

@@ -102,7 +102,9 @@ def test_the_command_line_answers_without_pydantic() -> None:
     assert loaded_by("closeranks.cli.main").isdisjoint({"torch", "numpy", "pydantic", "matplotlib"})
 
 
-@pytest.mark.parametrize("module", ["closeranks.run.job", "closeranks.run.folder", "closeranks.cli.launching"])
+@pytest.mark.parametrize(
+    "module", ["closeranks.run.job.job", "closeranks.run.job.run_folder", "closeranks.cli.launching"]
+)
 def test_checking_a_job_and_starting_workers_loads_no_torch(module: str) -> None:
     assert loaded_by(module).isdisjoint({"torch", "numpy", "matplotlib"})
 

@@ -15,12 +15,12 @@ _HOMES = {
     "EarlyStop": "closeranks.run.hooks",
     "TensorBoard": "closeranks.run.hooks",
     "Tracker": "closeranks.run.tracker",
-    "Job": "closeranks.run.job",
-    "load_job": "closeranks.run.job",
+    "Job": "closeranks.run.job.job",
+    "load_job": "closeranks.run.job.job",
     "Loss": "closeranks.core.protocols",
     "Result": "closeranks.run.result",
     "Session": "closeranks.run.session",
-    "Step": "closeranks.run.step",
+    "Step": "closeranks.run.step.step",
     "train": "closeranks.run.loop",
     "train_job": "closeranks.run.loop",
     "CloseranksError": "closeranks.core.errors",
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from closeranks.run.hooks import EarlyStop as EarlyStop
     from closeranks.run.hooks import Hook as Hook
     from closeranks.run.hooks import TensorBoard as TensorBoard
-    from closeranks.run.job import Job as Job
-    from closeranks.run.job import load_job as load_job
+    from closeranks.run.job.job import Job as Job
+    from closeranks.run.job.job import load_job as load_job
     from closeranks.run.loop import train as train
     from closeranks.run.loop import train_job as train_job
     from closeranks.run.result import Result as Result
     from closeranks.run.session import Session as Session
-    from closeranks.run.step import Step as Step
+    from closeranks.run.step.step import Step as Step
     from closeranks.run.tracker import Tracker as Tracker
 
 

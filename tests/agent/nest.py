@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from closeranks.agent.detection.progress import SharedProgress, WorkerPhase
 from closeranks.core.linux import ThreadClock, die_with_parent
-from closeranks.run.pace import CpuStopwatch
+from closeranks.run.step.step_timer import CpuStopwatch
 
 HUNG_STEP = 12
 WORK_S = 0.01

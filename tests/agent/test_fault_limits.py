@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from closeranks.agent.fault_limits import FaultLimits
 from closeranks.elastic.config import ElasticConfig
-from closeranks.run.resizing import fault_limits
+from closeranks.run.job.resize import fault_limits
 
 
 def test_the_defaults_are_those_of_the_table() -> None:

@@ -20,10 +20,10 @@ from closeranks.core.environment import set_world
 from closeranks.core.errors import CheckpointError, CloseranksError, UserError
 from closeranks.core.printable import printable
 from closeranks.core.world import World
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import train_job
-from closeranks.run.resuming import load_initial_state
 from closeranks.run.sample import sample
+from closeranks.run.state.resume import load_initial_state
 from closeranks.telemetry.report import write_report
 from tests.checkpoint.forging import seal_text, to_text, variants
 from tests.cli.calling import Said, call

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import ROOT, TINY
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.run.folder import make_free_folder
+from closeranks.run.job.run_folder import make_free_folder
 from tests.cli.commands import closeranks
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.commands import FAST, TINY, closeranks, started, wait_for_line
 from tests.launchers.jobs import environment
-from tests.run.test_ownership import contents
+from tests.run.job.test_ownership import contents
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(400)]
 LONG = [*FAST, "train.steps=100000", "telemetry.log_every=1", "checkpoint.every=0"]

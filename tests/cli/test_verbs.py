@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import FAST, TINY, closeranks
 

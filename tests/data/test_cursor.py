@@ -67,5 +67,5 @@ def test_every_sample_is_taken_once_an_epoch_however_often_a_run_is_continued(
 
 
 def test_it_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, closeranks.run.past; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    code = "import sys, closeranks.run.job.batch_history; assert not {'torch', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from closeranks.run.component import Component
+from closeranks.run.components.component import Component
 from tests.docs.design_picture import (
     COMPONENTS,
     EVALUATION,

@@ -24,8 +24,8 @@ from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
 from closeranks.facts import digits, llama, pairs
-from closeranks.run.component import Component
-from closeranks.run.job import Job, load_job
+from closeranks.run.components.component import Component
+from closeranks.run.job.job import Job, load_job
 from tests.docs.pages import (
     ADDED,
     PAGES,

@@ -17,8 +17,8 @@ from closeranks.core import streams
 from closeranks.core.errors import CloseranksError
 from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
-from closeranks.run.folder import choose_folder
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
+from closeranks.run.job.run_folder import choose_folder
 from closeranks.telemetry.folder import RunFolder
 from tests.faults.strikes import Strikes, decode
 

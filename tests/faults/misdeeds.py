@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
-from closeranks.run.optimizer import OptimizerStep
+from closeranks.run.components.optimizer import OptimizerStep
 
 FOREVER_S = 100_000
 ORDERS = "orders"

@@ -58,7 +58,7 @@ def test_whoever_comes_in_their_place(tmp_path: Path, calm: Calm) -> None:
 def test_points_are_all_swept() -> None:
     import closeranks.agent.workers.forked_worker
     import closeranks.elastic.snapshot_writer
-    import closeranks.run.restoring  # noqa: F401
+    import closeranks.run.state.restore  # noqa: F401
 
     here = {label for label in FAILPOINTS if label.startswith(("restore.", "slot."))}
     # What comes from another host is struck where there are several.

@@ -20,7 +20,7 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.telemetry.status import read_status
 from closeranks.testing import run_world

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from closeranks.facts.layout import SCHEDULES
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.sync.config import CompressConfig
 from tests.golden import baseline
 from tests.golden.__main__ import write_runs

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from closeranks import Session
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.telemetry.samples import read_samples
 from closeranks.testing import run_world

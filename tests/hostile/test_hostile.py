@@ -10,7 +10,7 @@ import pytest
 
 import closeranks.checkpoint.save.writer_process
 import closeranks.elastic.snapshot_writer
-import closeranks.run.restoring  # noqa: F401
+import closeranks.run.state.restore  # noqa: F401
 from closeranks.core.faults import FAILPOINTS
 from tests.cli.commands import ROOT
 from tests.hostile import kinds  # noqa: F401

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
-from closeranks.run.job import Job, load_job
+from closeranks.run.components.optimizer import OptimizerStep
+from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import train_job
-from closeranks.run.optimizer import OptimizerStep
 from closeranks.sync.fsdp import local_of
 from tests.parallel.live_bytes import LiveBytes
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import LayoutCostModel, PlanningJob, candidate_layouts, filter_legal, layout_cost
-from closeranks.run.describe import describe_job
-from closeranks.run.job import load_job
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import load_job
 from tests.facts.powers import layouts_of_powers
 
 ROOT = Path(__file__).parents[2]
@@ -87,8 +87,8 @@ def test_a_large_model_on_many_ranks_is_listed_quickly_and_without_torch() -> No
     code = f"""
 import sys, time
 from pathlib import Path
-from closeranks.run.job import load_job
-from closeranks.run.describe import describe_job
+from closeranks.run.job.job import load_job
+from closeranks.run.job.describe import describe_job
 from closeranks.plan.layouts import LayoutCostModel, candidate_layouts, filter_legal
 sizes = ["model.preset=405b", "train.global_batch=2048", "train.micro_batch=1", "data.seq_len=8192"]
 subject = describe_job(load_job(Path({str(TINY)!r}), sizes).value)

@@ -9,8 +9,8 @@ import pytest
 
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import RankCost, layout_cost
-from closeranks.run.describe import describe_job
-from closeranks.run.job import layout_for, load_job
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import layout_for, load_job
 from closeranks.testing import run_world
 from tests.cli.commands import TINY
 from tests.plan.measured import Counts, step_counts, step_peak

@@ -20,9 +20,9 @@ from closeranks.core.events import Event, StepDone
 from closeranks.core.requests import DRAIN, REGROUP, RunRequest
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
-from closeranks.run.overseer import StandaloneClient, configure_worker
+from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 from closeranks.telemetry.recorder import read_events
 from closeranks.testing import WorldError, run_world
 from tests.elastic.boxes import make_boxes

@@ -15,10 +15,10 @@ from torch import Tensor
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.environment import detect_world
 from closeranks.facts.layout import Layout
-from closeranks.run.build import BuiltRun, build
-from closeranks.run.ingredients import from_job
-from closeranks.run.job import Job, load_job
-from closeranks.run.weights import load_weights
+from closeranks.run.builder.build import BuiltRun, build
+from closeranks.run.builder.run_definition import from_job
+from closeranks.run.job.job import Job, load_job
+from closeranks.run.state.initial_weights import load_weights
 from tests.parallel.live_bytes import LiveBytes
 
 

@@ -16,7 +16,7 @@ from closeranks.core.events import Warned
 from closeranks.core.pieces import Piece
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.telemetry.report import write_report
 from closeranks.testing import run_world

@@ -15,9 +15,9 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError, UserError
 from closeranks.core.events import Evaluated, Restored, RunStarted, StepDone, Warned
-from closeranks.run.job import check_workers, load_job
+from closeranks.run.job.job import check_workers, load_job
+from closeranks.run.job.resize import resize_job
 from closeranks.run.loop import run_session
-from closeranks.run.resizing import resize_job
 from closeranks.testing import run_world
 from tests.elastic.boxes import shared_memory
 from tests.run import buffered_models

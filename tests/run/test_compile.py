@@ -10,7 +10,7 @@ import pytest
 
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.run.trajectories import alone, largest_difference, merged, relative

@@ -14,7 +14,7 @@ from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import Compressed, RunStarted
 from closeranks.core.pieces import narrow_to_piece
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from tests.run.generations import TABLES, Case, assert_same, events, losses, run, run_and_die, state
 from tests.run.saved import tensors
 from tests.sync.compress.names import COMPRESSORS as NAMES

@@ -12,8 +12,8 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import StepDone
-from closeranks.run.past import BatchHistory, batch_history_of
-from closeranks.run.recall import find_batch_history
+from closeranks.run.job.batch_history import BatchHistory, batch_history_of
+from closeranks.run.job.batch_history_lookup import find_batch_history
 from closeranks.telemetry.samples import read_samples
 from closeranks.testing import run_world
 from tests.run.saved import SECTIONS, tensors, tree

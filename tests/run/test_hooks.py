@@ -10,8 +10,8 @@ import pytest
 from closeranks import EarlyStop, Hook, Session, UserError
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone, Warned
-from closeranks.run.ingredients import make_hooks
-from closeranks.run.job import load_job
+from closeranks.run.builder.run_definition import make_hooks
+from closeranks.run.job.job import load_job
 from closeranks.testing import run_world
 from tests.cli.commands import closeranks
 from tests.cli.test_bad_input import own_job, refused

@@ -11,9 +11,9 @@ import torch
 
 from closeranks import Session
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
+from closeranks.run.layout_check import LayoutRecord, compare_records, recorded_losses
 from closeranks.run.loop import run_session
-from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.testing import run_world
 from tests.run.test_layouts import MODEL, TABLES, TIGHT, prove
 

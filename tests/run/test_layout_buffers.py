@@ -14,11 +14,11 @@ from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
+from closeranks.run.components.model import primary_buffer_rank
 from closeranks.run.hooks import Hook
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
+from closeranks.run.layout_check import LayoutRecord, compare_records, recorded_losses
 from closeranks.run.loop import run_session
-from closeranks.run.model import primary_buffer_rank
-from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.testing import run_world
 
 from .buffered_models import STAGES

@@ -14,8 +14,8 @@ from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.volumes import CollectiveVolume
 from closeranks.plan.layouts import RankCost, layout_cost
-from closeranks.run.describe import describe_job
-from closeranks.run.job import Job, load_job
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import Job, load_job
 from closeranks.testing import run_world
 from tests.run.counted import num_params
 from tests.run.traffic import Kind, Traffic

@@ -21,10 +21,10 @@ from closeranks.parallel.apply import local_part, parallelize
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.mesh import open_mesh_groups
 from closeranks.plan.layouts import layout_cost
-from closeranks.run.describe import describe_job
-from closeranks.run.distribute import parallel_settings
-from closeranks.run.job import Job, load_job
-from closeranks.run.optimizer import OptimizerStep
+from closeranks.run.builder.parallelize import parallel_settings
+from closeranks.run.components.optimizer import OptimizerStep
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import Job, load_job
 from closeranks.testing import run_world
 from tests.parallel.live_bytes import LiveBytes
 from tests.run.counted import num_params

@@ -14,9 +14,9 @@ from closeranks import Session
 from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
+from closeranks.run.layout_check import LayoutRecord, compare_records, recorded_losses
 from closeranks.run.loop import run_session
-from closeranks.run.proof import LayoutRecord, compare_records, recorded_losses
 from closeranks.run.sample import sample
 from closeranks.testing import run_world
 from tests.run.small import open_session

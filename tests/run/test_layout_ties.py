@@ -16,9 +16,9 @@ from closeranks.core.errors import ModelError
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.hooks import Hook
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
+from closeranks.run.layout_check import LayoutRecord, compare_records
 from closeranks.run.loop import run_session
-from closeranks.run.proof import LayoutRecord, compare_records
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
 from tests.run.tied_models import Product

@@ -22,9 +22,9 @@ from closeranks.core.events import StepDone
 from closeranks.core.world import World
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.run.job import Job, load_job
+from closeranks.run.job.job import Job, load_job
+from closeranks.run.layout_check import LayoutComparison, LayoutRecord, compare_records
 from closeranks.run.loop import run_session
-from closeranks.run.proof import LayoutComparison, LayoutRecord, compare_records
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world

@@ -21,7 +21,7 @@ from closeranks.core.environment import set_world
 from closeranks.core.pieces import Piece
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.run.saved import SECTIONS

@@ -15,9 +15,9 @@ from closeranks.core.errors import ConfigError, ModelError
 from closeranks.core.events import Warned
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
-from closeranks.run.job import check_workers, load_job
+from closeranks.run.job.job import check_workers, load_job
+from closeranks.run.layout_check import LayoutRecord, compare_records
 from closeranks.run.loop import run_session
-from closeranks.run.proof import LayoutRecord, compare_records
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
 from tests.run.small import of_kind

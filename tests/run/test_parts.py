@@ -10,9 +10,9 @@ from closeranks.core.world import World
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel.config import LayoutConfig
-from closeranks.run.context import batch_schedule, check_last_step, choose_device, device_index
-from closeranks.run.job import Job, check_workers, layout_for, load_job, micro_batch_size
-from closeranks.run.model import loss_divisor
+from closeranks.run.builder.context import batch_schedule, check_last_step, choose_device, device_index
+from closeranks.run.components.model import loss_divisor
+from closeranks.run.job.job import Job, check_workers, layout_for, load_job, micro_batch_size
 
 
 def job(**tables: Any) -> Job:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from closeranks import Session
 from closeranks.core.errors import CloseranksError, ModelError, UserError
-from closeranks.run.evaluate import num_pipelined_micro_batches
-from closeranks.run.job import check_workers, load_job
-from closeranks.run.step import Step
+from closeranks.run.job.job import check_workers, load_job
+from closeranks.run.step.evaluate import num_pipelined_micro_batches
+from closeranks.run.step.step import Step
 from closeranks.testing import run_world
 from closeranks.testing.world import WorldError
 from tests.run import own_models

@@ -22,14 +22,14 @@ from closeranks.core import refuges
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Saved, SaveFailed, StepDone
 from closeranks.facts.layout import Layout
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.testing import run_world
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk, tmpfs
 from tests.checkpoint.test_write_faults import run as command
 from tests.run.small import events, of_kind, train
+from tests.run.state.test_session_checkpoints import Slow
 from tests.run.test_matrix import TABLES
-from tests.run.test_saving import Slow
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems needs root")
 Acts = Mapping[int, Callable[[], object]]

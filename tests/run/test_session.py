@@ -19,7 +19,7 @@ from closeranks import Hook, Session, Step, UserError
 from closeranks.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
 from closeranks.core.protocols import Batch
-from closeranks.run.supply import check_dataset_lengths
+from closeranks.run.components.batches import check_dataset_lengths
 from closeranks.telemetry.profiler import StepProfiler
 from tests.run.saved import tensors, tree
 from tests.run.small import counted, dataset, events, loss, net, of_kind, open_session, train

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.facts.layout import Layout, legal_problems
-from closeranks.run.job import demands, load_job, micro_batch_size
+from closeranks.run.job.job import demands, load_job, micro_batch_size
 from tests.facts.powers import layouts_of_powers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"

@@ -13,7 +13,7 @@ from closeranks import Hook, Session
 from closeranks.core.environment import set_world
 from closeranks.core.events import StepDone
 from closeranks.core.world import World
-from closeranks.run.job import load_job
+from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 
 TINY = {

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _random
 
-import closeranks.run.worker  # noqa: F401  as a zygote has imported it
+import closeranks.run.worker.entry  # noqa: F401  as a zygote has imported it
 from closeranks.core.environment import detect_world
 from closeranks.core.linux import num_threads
-from closeranks.run import heirloom
-from closeranks.run.job import load_job
-from closeranks.run.overseer import current_agent_client, current_link
-from closeranks.run.warming import warm_up
+from closeranks.run.job.job import load_job
+from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker.agent_client import current_agent_client, current_link
+from closeranks.run.worker.warmup import warm_up
 
 LATE = ("torch._inductor.compile_fx",)
 

@@ -21,10 +21,10 @@ from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
 from closeranks.parallel.materialise import materialize
-from closeranks.run.context import batch_schedule
-from closeranks.run.job import Job, load_job
+from closeranks.run.builder.context import batch_schedule
+from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import run_session
-from closeranks.run.saved import MODEL
+from closeranks.run.state.saved_state import MODEL
 from closeranks.sync.rounds import assign_fragments
 
 Tables = dict[str, dict[str, Any]]

@@ -20,11 +20,11 @@ from closeranks.cli.launching import add_job_folder_to_path, modules_of, plan_fo
 from closeranks.cli.planning import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
-from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
-from closeranks.run.paths import resolve_paths
+from closeranks.run.job.job import Job, check_axes, check_workers, layout_for, load_job
+from closeranks.run.job.paths import resolve_paths
 
 if TYPE_CHECKING:
-    from closeranks.run.proof import LayoutComparison, LayoutDifference
+    from closeranks.run.layout_check import LayoutComparison, LayoutDifference
 
 TOLERANCES: dict[str, dict[str, float]] = {
     "float64": {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9},
@@ -88,7 +88,7 @@ def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, c
         console.print(f"{precision}: {steps} steps, {name} ...")
         records.append(folder / f"{precision}-{number}")
         _record(side, num_workers, records[-1])
-    from closeranks.run.proof import compare_records
+    from closeranks.run.layout_check import compare_records
 
     comparison = compare_records(records[1], records[0])
     return LayoutCheckResult(precision, comparison, comparison.first_exceeding(TOLERANCES[precision]))
@@ -97,7 +97,7 @@ def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, c
 def _record(job: Job, num_workers: int, record: Path) -> None:
     run = record / "run"
     plan = plan_for(
-        entry="closeranks.run.proof:record_entry",
+        entry="closeranks.run.layout_check:record_entry",
         payload={"job": job.model_dump(mode="json"), "folder": str(run), "record": str(record)},
         folder=run,
         preload=modules_of(job),

@@ -36,7 +36,7 @@ def config(
     from closeranks.core.config.schema import json_schema
     from closeranks.core.config.toml import dump_toml
     from closeranks.core.errors import UserError
-    from closeranks.run.job import Job, load_job
+    from closeranks.run.job.job import Job, load_job
 
     if schema:
         typer.echo(json.dumps(json_schema(Job), indent=2))

@@ -11,7 +11,7 @@ from closeranks.facts.memory import snapshot_bytes
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import LayoutCost
 from closeranks.plan.listing import ByteUnit
-from closeranks.run.job import Job
+from closeranks.run.job.job import Job
 
 USUAL_HOST = 8
 """Workers of a host, where nobody says how many there are."""

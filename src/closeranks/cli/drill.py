@@ -59,7 +59,7 @@ def drill(
     from closeranks.cli.drills.running import run_drill as run
     from closeranks.cli.launching import workers_of
     from closeranks.elastic.faults.grammar import parse_faults
-    from closeranks.run.job import load_job
+    from closeranks.run.job.job import load_job
 
     changes = tuple(overrides or ())
     if faults.strip():

@@ -32,18 +32,18 @@ from closeranks.core.interfaces import WILDCARDS, own_address
 from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_import_path
 from closeranks.core.world import World
-from closeranks.run.folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
-from closeranks.run.job import Job, check_workers, layout_for, load_job
-from closeranks.run.ownership import OwnedRunFolder, check_owned, owned_run_folder
-from closeranks.run.past import BatchHistory
-from closeranks.run.paths import resolve_existing_paths
-from closeranks.run.resizing import describe_samples, fault_limits, resize_job
-from closeranks.run.voice import print_error, report_turn
+from closeranks.run.job.batch_history import BatchHistory
+from closeranks.run.job.job import Job, check_workers, layout_for, load_job
+from closeranks.run.job.ownership import OwnedRunFolder, check_owned, owned_run_folder
+from closeranks.run.job.paths import resolve_existing_paths
+from closeranks.run.job.resize import describe_samples, fault_limits, resize_job
+from closeranks.run.job.run_folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
+from closeranks.run.worker.error_output import print_error, report_turn
 from closeranks.telemetry.progress import ProgressDisplay
 from closeranks.telemetry.recorder import AGENT, EventRecorder
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
-_WARM = "closeranks.run.warming:warm_up"
+_WARM = "closeranks.run.worker.warmup:warm_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _training(
     job: Job, claim: OwnedRunFolder, past: BatchHistory, party: JobHosts, command: tuple[str, tuple[str, ...]]
 ) -> _Work:
     return _Work(
-        entry="closeranks.run.worker:train_entry",
+        entry="closeranks.run.worker.entry:train_entry",
         payload=_payload(job, claim.folder, past),
         folder=claim.folder,
         is_new=claim.is_new,
@@ -142,7 +142,7 @@ def workers_of(job: Job, wanted: int) -> int:
 def _past_of(job: Job, folder: Path) -> BatchHistory:
     if not job.checkpoint.resume:
         return BatchHistory()
-    from closeranks.run.recall import (
+    from closeranks.run.job.batch_history_lookup import (
         find_batch_history,  # numpy and the readers of checkpoints: only where they are needed
     )
 
@@ -179,7 +179,7 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
         print_error(error, report_turn(error, world, None))
         sys.exit(error.exit_code)
     add_job_folder_to_path(path)
-    from closeranks.run.worker import train_in_process
+    from closeranks.run.worker.entry import train_in_process
 
     train_in_process(job, str(path), overrides)
 
@@ -196,7 +196,7 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
         raise SetupError("`closeranks run` starts its own workers", f"Under torchrun or srun, start {script} itself.")
     folder = _folder_beside(script)
     work = _Work(
-        entry="closeranks.run.worker:script_entry",
+        entry="closeranks.run.worker.entry:script_entry",
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
         folder=folder,
         must_finish=False,
@@ -306,7 +306,7 @@ def plan_for(
         entry=entry,
         payload=payload,
         # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is there already.
-        preload=("closeranks.run.worker", "torch._dynamo", *preload),
+        preload=("closeranks.run.worker.entry", "torch._dynamo", *preload),
         sys_path=tuple(sys.path[:2]) if preload else (),
         environment=child_environment(_threads(threads, num_workers)),
         log_folder=folder / "logs",

@@ -33,8 +33,8 @@ from closeranks.plan.layouts import (
     filter_legal,
     layout_cost,
 )
-from closeranks.run.describe import describe_job
-from closeranks.run.job import Job, check_axes, check_workers, layout_for, load_job
+from closeranks.run.job.describe import describe_job
+from closeranks.run.job.job import Job, check_axes, check_workers, layout_for, load_job
 
 _GIB = 1 << 30
 _WIDE = 200

@@ -13,8 +13,8 @@ import torch
 from closeranks.core.protocols import LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
 from closeranks.parallel.mesh import MeshGroups
-from closeranks.run import heirloom
-from closeranks.run.job import Job, micro_batch_size
+from closeranks.run.job.job import Job, micro_batch_size
+from closeranks.run.worker import generation_cache as heirloom
 from closeranks.sync.tuning import BackwardWork, BucketTuning, backward_s, gradient_bytes, tune_bucket_size
 
 

@@ -17,7 +17,7 @@ from closeranks.core.streams import ignore_broken_pipes
 
 if TYPE_CHECKING:
     from closeranks.run.hooks import Hook
-    from closeranks.run.job import Job
+    from closeranks.run.job.job import Job
     from closeranks.run.result import Result
     from closeranks.run.session import Session
 
@@ -83,7 +83,7 @@ def run_session(session: Session) -> Result:
 
 def out_of_memory_error(session: Session, error: BaseException) -> SetupError:
     """An error that explains the allocator's: what took the memory, and what to change."""
-    from closeranks.run.optimizer import OptimizerStep
+    from closeranks.run.components.optimizer import OptimizerStep
     from closeranks.telemetry.device import explain_out_of_memory
 
     engine = session.engine

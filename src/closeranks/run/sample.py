@@ -17,8 +17,8 @@ from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
 from closeranks.parallel.materialise import materialize
-from closeranks.run.model import load_model
-from closeranks.run.saved_tree import load_saved_job
+from closeranks.run.components.model import load_model
+from closeranks.run.state.saved_tree import load_saved_job
 
 
 def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:

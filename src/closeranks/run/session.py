@@ -19,24 +19,24 @@ from closeranks.core.errors import UserError
 from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import SAVE
-from closeranks.run.agreement import SharedSetup
-from closeranks.run.build import build
-from closeranks.run.collector import GarbageCollection
-from closeranks.run.copies import StateCapture
-from closeranks.run.ending import FINISHED, SessionEnd
-from closeranks.run.evaluate import evaluate
-from closeranks.run.folder import record_job
+from closeranks.run.builder.build import build
+from closeranks.run.builder.run_definition import RunDefinition, from_job, from_python, make_hooks
+from closeranks.run.builder.shared_setup import SharedSetup
 from closeranks.run.hooks import Hook, Hooks
-from closeranks.run.ingredients import RunDefinition, from_job, from_python, make_hooks
-from closeranks.run.job import Job
-from closeranks.run.ledger import StepResult, StepResults
-from closeranks.run.narrator import connect_agent_client
-from closeranks.run.opening import prepare_process, started_event
-from closeranks.run.overseer import take_snapshot_paths
-from closeranks.run.restoring import restore_generation
+from closeranks.run.job.job import Job
+from closeranks.run.job.run_folder import record_job
 from closeranks.run.result import Result
-from closeranks.run.step import Step, check_between_steps
-from closeranks.run.work import compute_loss
+from closeranks.run.session_end import FINISHED, SessionEnd
+from closeranks.run.state.restore import restore_generation
+from closeranks.run.state.state_capture import StateCapture
+from closeranks.run.step.evaluate import evaluate
+from closeranks.run.step.garbage_collection import GarbageCollection
+from closeranks.run.step.pipeline_callbacks import compute_loss
+from closeranks.run.step.step import Step, check_between_steps
+from closeranks.run.step.step_results import StepResult, StepResults
+from closeranks.run.worker.agent_client import take_snapshot_paths
+from closeranks.run.worker.process_setup import prepare_process, started_event
+from closeranks.run.worker.progress_output import connect_agent_client
 from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.recorder import EventRecorder
 

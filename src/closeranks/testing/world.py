@@ -153,7 +153,7 @@ def _server() -> ForkServerContext:
     """Forks ranks from a process that has imported what most of them need; each would take a second or more for it."""
     context = get_context("forkserver")
     runner = ["pytest"] if "pytest" in sys.modules else []
-    modules = ("torch._dynamo", "torch.distributed.fsdp", "numpy.random", "numpy.ma", "closeranks.run.worker")
+    modules = ("torch._dynamo", "torch.distributed.fsdp", "numpy.random", "numpy.ma", "closeranks.run.worker.entry")
     context.set_forkserver_preload([*runner, *modules, "closeranks.testing.frozen"])
     return context
 

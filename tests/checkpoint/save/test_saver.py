@@ -21,7 +21,7 @@ from closeranks.checkpoint.save import save_tiers as writing
 from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask
 from closeranks.core.errors import SetupError
 from closeranks.core.pieces import Piece
-from closeranks.run.proof import LayoutRecord
+from closeranks.run.layout_check import LayoutRecord
 from closeranks.storage.open import open_storage
 from closeranks.testing import run_world
 from tests.capture.taking import TakingSaver

@@ -13,7 +13,7 @@ from closeranks.cli.compare import network, running
 from closeranks.cli.compare.config import load_compare
 from closeranks.cli.compare.plan import make_plan, override_texts
 from closeranks.core.errors import SetupError
-from closeranks.run.ownership import owned_folder
+from closeranks.run.job.ownership import owned_folder
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 from tests.cli.compare.jobs import HEAD, TWO, write

@@ -86,7 +86,7 @@ def test_a_killed_one_leaves_no_mount_either(tmp_path: Path) -> None:
 
 def test_a_folder_that_a_run_owns_stays_owned(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    code = "from closeranks.run.ownership import owned_folder\n"
+    code = "from closeranks.run.job.ownership import owned_folder\n"
     code += "with owned_folder(folder, 'a run'):\n"
     code += "    before = (folder / '.owner').stat().st_ino\n"
     code += "".join(f"    {line}\n" for line in FULL.strip().splitlines())

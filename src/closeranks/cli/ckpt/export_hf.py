@@ -40,7 +40,7 @@ def export_hf(
     shard_size: Annotated[str, typer.Option(help="Of one file, at most.")] = "5GB",
 ) -> None:
     shard_bytes, folder = parse_size(shard_size), local_path(out)
-    from closeranks.run.exchange import export_hf as export
+    from closeranks.run.huggingface.convert import export_hf as export
 
     with transfer_bar() as watcher:
         moved = export(run, folder, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)

@@ -27,7 +27,7 @@ def import_hf(
     folder: Annotated[str, typer.Argument(help="The folder, or the file with weights.", metavar="HF_FOLDER")],
     out: Annotated[str, typer.Argument(help="The run folder to make.", metavar="OUT")],
 ) -> None:
-    from closeranks.run.exchange import import_hf as take
+    from closeranks.run.huggingface.convert import import_hf as take
 
     run = local_path(out)
     with transfer_bar() as watcher:

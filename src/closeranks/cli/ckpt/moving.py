@@ -18,7 +18,7 @@ from closeranks.cli.terminal import safe_echo
 from closeranks.core.errors import UserError
 
 if TYPE_CHECKING:
-    from closeranks.run.exchange import HubConversion
+    from closeranks.run.huggingface.convert import HubConversion
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS["TIB"] = 2**40

@@ -26,7 +26,7 @@ from closeranks.cli.compare.table import make_table
 from closeranks.cli.compare.writing import ComparisonResult, outcome_line, print_result, write_report
 from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
-from closeranks.run.ownership import owned_folder
+from closeranks.run.job.ownership import owned_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> ComparisonResult:

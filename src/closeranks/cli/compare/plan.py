@@ -23,7 +23,7 @@ from closeranks.core.config.origin import COMMAND_LINE
 from closeranks.core.config.overrides import Override, parse_overrides
 from closeranks.core.config.toml import Parts, dotted_key, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
-from closeranks.run.job import Job, check_workers, load_job
+from closeranks.run.job.job import Job, check_workers, load_job
 
 QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
 """A comparison needs none of them; a setting that wants to measure them says so. Left to themselves, second copies take

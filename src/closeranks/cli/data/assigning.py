@@ -14,7 +14,7 @@ from closeranks.cli.data.jobs import JobData
 from closeranks.core.errors import ConfigError
 from closeranks.data.order import MicroBatch
 from closeranks.data.source import LoaderSource
-from closeranks.run.job import check_workers, layout_for
+from closeranks.run.job.job import check_workers, layout_for
 
 _LOOKED_UP = 4096
 """Samples of a rank whose files are looked up."""

@@ -20,11 +20,11 @@ from closeranks.data.order import BatchSchedule, SampleOrder
 from closeranks.data.orders import order_of
 from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.open import open_source
-from closeranks.run.context import batch_schedule
-from closeranks.run.folder import choose_folder
-from closeranks.run.job import Job, load_job
-from closeranks.run.paths import resolve_paths
-from closeranks.run.recall import find_batch_history
+from closeranks.run.builder.context import batch_schedule
+from closeranks.run.job.batch_history_lookup import find_batch_history
+from closeranks.run.job.job import Job, load_job
+from closeranks.run.job.paths import resolve_paths
+from closeranks.run.job.run_folder import choose_folder
 
 DEFAULT = "job.toml"
 

@@ -111,8 +111,8 @@ def _opened(words: Sequence[str], wish: StatsOptions) -> Iterator[StoredData]:
 
     place = parse_arguments(words, Path.cwd())
     if place.is_job:
-        from closeranks.run.job import load_job
-        from closeranks.run.paths import resolve_paths
+        from closeranks.run.job.job import load_job
+        from closeranks.run.job.paths import resolve_paths
 
         path = Path(place.place)
         yield from open_config(resolve_paths(load_job(path, place.overrides).value, path).data)

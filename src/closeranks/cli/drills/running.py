@@ -32,8 +32,8 @@ from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
 from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
 from closeranks.elastic.faults.inject import Injector
 from closeranks.elastic.faults.requirements import unavailable_kinds
-from closeranks.run.folder import choose_folder, make_unused_folder
-from closeranks.run.job import Job, check_workers, load_job
+from closeranks.run.job.job import Job, check_workers, load_job
+from closeranks.run.job.run_folder import choose_folder, make_unused_folder
 from closeranks.telemetry.folder import RunFolder
 
 _FIRST_S, _FIRST_FACTOR = 20.0, 5.0

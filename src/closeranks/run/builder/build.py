@@ -1,0 +1,306 @@
+"""Builds a run: opens the group, applies the layout to the model, and lists the components.
+
+The one place that connects all packages and fixes the order of components. It decides nothing: the choices are in the
+job, the arithmetic in the other packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from closeranks.core.descriptors import track_sockets
+from closeranks.core.errors import ConfigError
+from closeranks.core.protocols import DataSource, ModelSpec, Reducer
+from closeranks.core.world import World
+from closeranks.data.loader import Loader
+from closeranks.data.order import BatchSchedule
+from closeranks.data.orders import order_of
+from closeranks.data.quarantine import Quarantine
+from closeranks.data.settings import ReadSettings
+from closeranks.data.source import as_loader_source
+from closeranks.elastic.vote import Vote
+from closeranks.facts.layout import Layout
+from closeranks.facts.mesh import tensor_axis_warning
+from closeranks.optim.optimizer import Optimizer
+from closeranks.optim.scaler import LossScale
+from closeranks.optim.scaling import lr_scaling_warning, with_scaled_lr
+from closeranks.parallel.apply import DistributedModel, parallelize
+from closeranks.parallel.group import RankGroup, WorldGroup, open_world_group
+from closeranks.parallel.mesh import MeshGroups, open_mesh_groups
+from closeranks.parallel.precision import Precision
+from closeranks.run.bucketing import choose_bucket_size
+from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
+from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings
+from closeranks.run.builder.reduction_choice import choose_reduction, freeze_step
+from closeranks.run.components.batches import Batches, check_dataset_lengths
+from closeranks.run.components.component import Component, Components
+from closeranks.run.components.compression_quality import CompressionQuality, GradientCompressionQuality
+from closeranks.run.components.ema import Ema
+from closeranks.run.components.gradient_noise import GradientNoiseScale
+from closeranks.run.components.gradient_sync import GradientSync
+from closeranks.run.components.local_sgd import LocalSgd
+from closeranks.run.components.model import Model, RunningStatistics
+from closeranks.run.components.optimizer import LossScaling, OptimizerStep
+from closeranks.run.components.unused_parameters import UnusedParameters
+from closeranks.run.job.batch_history import BatchHistory
+from closeranks.run.job.job import Job, check_workers, layout_for, profile_warning
+from closeranks.run.state.state import RunState
+from closeranks.run.step.engine import Engine
+from closeranks.run.step.step_timer import StepTimer, make_stopwatch
+from closeranks.run.worker import excepthook
+from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker.agent_client import current_agent_client, current_link
+from closeranks.run.worker.rendezvous import make_store
+from closeranks.sync import replicas
+from closeranks.sync.rounds import SyncSchedule
+from closeranks.sync.tuning import BucketTuning
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What a job file or a user's Python names: the model's spec, the training data and the evaluation data."""
+
+    spec: ModelSpec
+    source: DataSource
+    eval_source: DataSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRun:
+    """A run that is built and has not started."""
+
+    engine: Engine
+    state: RunState
+    eval_source: DataSource | None
+    warnings: tuple[str, ...]
+    started_fields: Mapping[str, Any]
+    """Fields of ``RunStarted`` that were measured or chosen while building."""
+
+
+def build(
+    job: Job,
+    world: World,
+    ingredients: RunInputs,
+    recall: Callable[[RankGroup], BatchHistory] = lambda _: BatchHistory(),
+) -> BuiltRun:
+    """``recall``: collective that returns what earlier parts of the run fixed; called only for a resumed job, once the
+    group has formed."""
+    is_new = not job.checkpoint.resume
+    planned = _plan(job, world, ingredients, BatchHistory()) if is_new else None
+    device = choose_device(job, world)
+    hook = sys.excepthook
+    with track_sockets():
+        opened = open_world_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    excepthook.replace_torch_hook(hook, world.size)
+    try:
+        planned = planned or _plan(job, world, ingredients, recall(opened.group))
+        return _build(planned, world, ingredients, device, opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+class _Plan(NamedTuple):
+    """Everything that is decided before the build starts."""
+
+    job: Job
+    layout: Layout
+    num_replicas: int
+    schedule: BatchSchedule
+
+
+def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) -> _Plan:
+    job = past.apply_to(job)
+    problems = check_workers(job, world.size)
+    if problems:
+        raise ConfigError(problems)
+    schedule = batch_schedule(job, len(ingredients.source), past.ends)
+    layout = layout_for(job, world.size)
+    num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
+    num_replicas = replicas.num_replica_groups(job.sync, layout, num_hosts)
+    layout = replicas.shard_within_replica_group(layout, num_replicas)
+    check_last_step(job, schedule, layout.data)
+    return _Plan(job, layout, num_replicas, schedule)
+
+
+def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.device, opened: WorldGroup) -> BuiltRun:
+    job, layout, num_replicas, schedule = planned
+    spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
+    # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
+    measured_flops = heirloom.matmul_flops(device, precision.compute)
+    with track_sockets():
+        groups = open_mesh_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
+    opened.closers.append(groups.close)
+    frozen = ParameterGrouping(job.optim)
+    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=frozen.assign_groups)
+    chosen = choose_reduction(job, layout, groups, world, num_steps)
+    # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
+    trained = (held.parameter for held in applied.held)
+    noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.replica_group.data, device)
+    buckets = choose_bucket_size(job, layout, groups, spec, applied.held, measured_flops, device)
+    reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
+    accuracy = CompressionQuality(chosen.compression, groups.world, device, tells=world.is_lead)
+    optimizer = make_optimizer(job, layout, groups, reducer, frozen, num_steps)
+    boundaries = SyncSchedule.from_config(job.sync, num_steps)
+    pace = make_step_timer(job, layout, groups, reducer, device, opened)
+    context = RunContext(job, world, layout, device, groups, opened, schedule, boundaries, pace)
+    model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
+    gradients = GradientSync(
+        reducer, is_compressed=chosen.compression is not None, has_owners=chosen.recompresses_sums, words=chosen.summary
+    )
+    supply = make_batches(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
+    usage = make_unused_parameters(groups, applied, frozen, optimizer, reducer, num_steps, device)
+    loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
+    local = LocalSgd(context, model, reducer, supply) if job.sync.local.is_on else None
+    own: list[Component | None] = [  # in the order in which the step and the state go through them
+        model,
+        RunningStatistics(applied.statistics) if any(applied.statistics) else None,
+        gradients,
+        OptimizerStep(optimizer, job.optim.name, model, reducer, usage),
+        LossScaling(loss_scale, groups) if precision.scales_loss else None,
+        local,
+        Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
+        supply,
+        noise if job.train.noise_every else None,
+        GradientCompressionQuality(accuracy, reducer) if accuracy.plan else None,
+        usage,
+    ]
+    components = Components(one for one in own if one is not None)
+    vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
+    engine = Engine(context, model, reducer, loss_scale, supply, vote, components)
+    identity = _identity(job, ingredients.source, supply)
+    return BuiltRun(
+        engine=engine,
+        state=RunState(context, model, components, identity, local.replica if local else None),
+        eval_source=ingredients.eval_source,
+        warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
+        started_fields=_started(measured_flops, buckets),
+    )
+
+
+def _started(measured_flops: float, buckets: BucketTuning) -> dict[str, Any]:
+    """Fields of ``RunStarted``."""
+    return {
+        "measured_flops": measured_flops,
+        "bucket_mib": buckets.bucket_mib,
+        "link_latency_s": buckets.link.latency_s if buckets.link else None,
+        "link_bytes_per_s": buckets.link.bytes_per_s if buckets.link else None,
+    }
+
+
+def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterator[str]:
+    """Warnings about the choices that were made."""
+    yield from filter(
+        None,
+        (
+            lr_scaling_warning(job.optim, job.train.global_batch, num_steps),
+            tensor_axis_warning(layout, _hosts_of(world)),
+            profile_warning(job, num_steps),
+            zero_warning(job, layout),
+        ),
+    )
+
+
+def _hosts_of(world: World) -> Sequence[int]:
+    """The host of each rank. If the launcher does not say, every host has as many ranks as this one."""
+    return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
+
+
+def _identity(job: Job, source: DataSource, supply: Batches) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run."""
+    return {
+        "data": source.identity,
+        "num_samples": len(source),
+        "seed": job.run.seed,
+        "order": supply.order_description,
+        "global_batch": job.train.global_batch,
+        "precision": job.train.precision,
+    }
+
+
+def make_optimizer(
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
+) -> Optimizer:
+    return Optimizer(
+        reducer.parameter_shards(),
+        frozen.assignment,
+        with_scaled_lr(job.optim, job.train.global_batch),
+        num_steps=num_steps,
+        frozen_from=freeze_step(job, layout, num_steps),
+        total=groups.replica_group.world.sum if layout.zero or layout.tensor > 1 else None,
+    )
+
+
+def make_unused_parameters(
+    groups: MeshGroups,
+    applied: DistributedModel,
+    frozen: ParameterGrouping,
+    optimizer: Optimizer,
+    reducer: Reducer,
+    num_steps: int,
+    device: torch.device,
+) -> UnusedParameters:
+    return UnusedParameters(
+        [name for group in frozen.assignment.groups for name in group.names],
+        (held.piece.name for held in applied.held if held.parameter.requires_grad),
+        num_voters=groups.replica_group.world.size,
+        num_ranks=groups.world.size,
+        device=device,
+        can_gate=optimizer.can_gate,
+        num_steps=num_steps,
+        absent=reducer.unused_parameters,
+    )
+
+
+def make_step_timer(
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, device: torch.device, opened: WorldGroup
+) -> StepTimer:
+    is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
+    watch = make_stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
+    pace = StepTimer(current_agent_client(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    opened.closers.append(pace.close)
+    return pace
+
+
+def make_batches(
+    job: Job, ingredients: RunInputs, schedule: BatchSchedule, groups: MeshGroups, device: torch.device, *, even: bool
+) -> Batches:
+    source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
+    order, quarantine = order_of(job.data, as_loader_source(source), job.run.seed), Quarantine(job.data.max_bad)
+    loader = Loader(
+        source,
+        order,
+        schedule,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+        device=device,
+        settings=ReadSettings.of(job.data),
+        even=even,
+        quarantine=quarantine,
+    )
+    opened = tuple(as_loader_source(each) for each in sources if each is not None)
+    check_dataset_lengths(groups.world.all_gather_text(str(order.num_samples)), opened[0].identity)
+    return Batches(
+        loader,
+        quarantine,
+        order,
+        groups,
+        sources=opened,
+        logs_samples=job.data.log_samples,
+        must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
+        is_balanced=replicas.is_balanced(job.sync, groups.replica_group.count),
+    )
+
+
+def zero_warning(job: Job, layout: Layout) -> str:
+    if not job.layout.zero or layout.data > 1:
+        return ""
+    return (
+        f"layout.zero = {job.layout.zero} shards state over data ranks; with one data rank it has no effect: "
+        "use zero = 0, or more workers"
+    )

@@ -1,0 +1,96 @@
+"""Parallelises a job's model: turns the job's layout into a distributed model and a reducer for it.
+
+Translates the job's tables into what the packages ``parallel`` and ``sync`` take. It decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from closeranks.core.protocols import Reducer
+from closeranks.facts.layout import Layout
+from closeranks.facts.spread import resolve_hold as facts_hold_of
+from closeranks.optim.config import OptimConfig
+from closeranks.optim.groups import GroupAssignment
+from closeranks.optim.optimizer import freeze
+from closeranks.parallel.apply import DistributedModel, ParallelSettings
+from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.precision import Precision
+from closeranks.run.builder.reduction_choice import must_stay_uncompressed
+from closeranks.run.job.job import Job, micro_batch_size
+from closeranks.sync.allreduce import AllReduceReducer
+from closeranks.sync.fsdp import FullyShardedReducer
+from closeranks.sync.shards import ShardedReducer
+from closeranks.sync.ways import ReductionFactory
+
+
+class ParameterGrouping:
+    """Assigns the parameters of the whole model to optimizer groups, and freezes those that are not trained."""
+
+    assignment: GroupAssignment
+
+    def __init__(self, config: OptimConfig) -> None:
+        self._config = config
+
+    def assign_groups(self, module: nn.Module) -> None:
+        self.assignment = freeze(module, self._config)
+
+
+def resolve_hold(job: Job, layout: Layout) -> str:
+    """``layout.hold``, with ``auto`` resolved for this layout."""
+    return facts_hold_of(job.layout.hold, layout)
+
+
+def parallel_settings(job: Job, layout: Layout) -> ParallelSettings:
+    return ParallelSettings(
+        layout=layout,
+        hold=resolve_hold(job, layout),
+        batch_norm=job.layout.batch_norm,
+        prefetch=job.sync.prefetch,
+        overlap=job.sync.overlap,
+        precision=Precision(job.train.precision),
+        seed=job.run.seed,
+        micro_batch=micro_batch_size(job),
+        compiled=job.train.compile,
+        recompute=job.train.recompute,
+        recompute_keep=job.train.recompute_keep,
+        sums_replicas=job.sync.gradients.name == "none",
+    )
+
+
+def make_reducer(
+    job: Job,
+    layout: Layout,
+    groups: MeshGroups,
+    applied: DistributedModel,
+    ways: ReductionFactory | None = None,
+    bucket_mib: float = 0.0,
+) -> Reducer:
+    """``ways``: None for torch's own collectives; ``bucket_mib``: the size that ``sync.bucket_mib = "auto"`` chose."""
+    sync = job.sync
+    travel: dict[str, Any] = {
+        **sync.bucket_caps(bucket_mib)._asdict(),
+        "overlap": sync.overlap,
+        "ways": ways,
+        "is_exact": partial(must_stay_uncompressed, layout),
+    }
+    if layout.zero == 3:
+        modules = list(applied.stages.values())
+        hold = resolve_hold(job, layout)
+        home, is_exact = groups.replica_group, travel["is_exact"]
+        return FullyShardedReducer(
+            applied.held, modules, groups.shard, home.replica, hold=hold, ways=ways, is_exact=is_exact
+        )
+    if layout.zero:
+        return ShardedReducer(
+            applied.held,
+            groups.shard,
+            groups.replica_group.replica,
+            zero=layout.zero,
+            hold=resolve_hold(job, layout),
+            **travel,
+        )
+    return AllReduceReducer(applied.held, groups.replica_group.data, **travel)

@@ -1,0 +1,121 @@
+"""Chooses the reduction algorithm for this job's gradients.
+
+The choice follows from the job's ``[sync]`` table and the hosts of the ranks: one all-reduce over all ranks, or a
+hierarchical one inside and across hosts; compressed or not. It is described in a sentence. Invariant: all ranks choose
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.core.errors import ConfigError, Problem
+from closeranks.core.protocols import LocalParameter
+from closeranks.core.world import World
+from closeranks.facts.collectives import inter_host_bytes
+from closeranks.facts.layout import Layout
+from closeranks.facts.rounds import Topology
+from closeranks.parallel.group import RankGroup
+from closeranks.parallel.mesh import MeshGroups
+from closeranks.run.job.job import Job
+from closeranks.sync.compress.build import compressed_reductions, describe_compression
+from closeranks.sync.compress.compressed import CompressionSchedule
+from closeranks.sync.config import CompressConfig
+from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.ways import FlatReduction, HierarchicalReduction, ReductionFactory, plain_reductions
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionChoice:
+    """The reduction algorithm; ``ways`` None: torch's own collectives."""
+
+    reductions: ReductionFactory | None
+    summary: str
+    """For people; empty for the usual reduction."""
+    recompresses_sums: bool = False
+    """Whether the owner of each sum compresses it again."""
+    compression: CompressionSchedule | None = None
+    """When gradients are compressed; None: never."""
+
+
+def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World, num_steps: int) -> ReductionChoice:
+    """Collective if there are several hosts: it creates process groups."""
+    config = job.sync.gradients
+    if layout.data == 1:
+        return ReductionChoice(None, "")
+    plan = compression_schedule(config, num_steps)
+    levels = _levels(job, layout, groups, world)
+    over = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
+    if config.name == "none":
+        if levels is None:
+            return ReductionChoice(None, "")
+        inside, across = levels
+        return ReductionChoice(_two_levels(inside, plain_reductions(across)), _of_levels(inside, across))
+    if levels is None or config.name == "powersgd":  # which sends so little that hosts do not matter
+        scatters = layout.zero > 0 and groups.replica.size == 1
+        ways = compressed_reductions(config, over, plan, scatters=scatters)
+        return ReductionChoice(
+            ways, describe_compressed_sync(config, plan), not scatters and config.name != "powersgd", plan
+        )
+    inside, across = levels
+    ways = _two_levels(inside, compressed_reductions(config, across, plan))
+    return ReductionChoice(
+        ways, f"{_of_levels(inside, across)}; across, {describe_compressed_sync(config, plan)}", True, plan
+    )
+
+
+def compression_schedule(config: CompressConfig, num_steps: int) -> CompressionSchedule:
+    return CompressionSchedule(config.num_warmup(num_steps), config.measure_every)
+
+
+def freeze_step(job: Job, layout: Layout, num_steps: int) -> int | None:
+    """The step from which only signs are sent and adamw's second moments are frozen, as in 1-bit Adam; None: never."""
+    config = job.sync.gradients
+    is_adam = config.name == "onebit" and job.optim.name == "adamw" and layout.data > 1
+    return config.num_warmup(num_steps) if is_adam else None
+
+
+def _levels(job: Job, layout: Layout, groups: MeshGroups, world: World) -> tuple[RankGroup, RankGroup] | None:
+    """The groups of a hierarchical reduction: this host's part of the data group, and a group with one rank of each
+    host. None if the reduction is flat."""
+    if layout.zero or not job.sync.may_reduce_by_host or not world.hosts:
+        found = None
+    else:
+        found = groups.across_hosts([world.host_of(rank) for rank in range(world.size)])
+    if found is None and job.sync.may_reduce_by_host and job.sync.reduce == "hierarchical":
+        what = "a hierarchical sum needs several hosts with the same number of data ranks on each, and more than one"
+        if layout.zero:
+            what = f"with zero={layout.zero} gradients are scattered, not summed on every rank"
+        fix = 'Set sync.reduce = "auto"; with ZeRO, set layout.shard to the data ranks of one host.'
+        raise ConfigError([Problem("sync.reduce", what, fix)])
+    return found
+
+
+def _two_levels(inside: RankGroup, across: ReductionFactory) -> ReductionFactory:
+    def make(load: FlatBufferSpec) -> FlatReduction:
+        return HierarchicalReduction(load, inside, across)
+
+    return make
+
+
+def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
+    """Whether a parameter must not be compressed. Ranks of other axes than data that hold the same values, or partial
+    sums of the same gradient, would diverge: each compresses them together with different neighbouring parameters."""
+    is_copied = layout.tensor > 1 and one.piece.is_whole
+    return bool(one.partial_over) or not one.is_primary or is_copied
+
+
+def describe_compressed_sync(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
+    """Describes the compression, for people."""
+    since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
+    rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
+    return f"{describe_compression(config, what)}{since}{rest}"
+
+
+def _of_levels(inside: RankGroup, across: RankGroup) -> str:
+    topology = Topology(across.size, inside.size)
+    share, flat = inter_host_bytes("hierarchical", 1.0, topology), inter_host_bytes("ring", 1.0, topology)
+    return (
+        f"gradients are summed inside hosts of {inside.size}, then across {across.size}, then spread inside: "
+        f"{share:.2f} times their size crosses between hosts instead of {flat:.2f}"
+    )

@@ -1,0 +1,213 @@
+"""Loads the batches of a run's steps, logs their samples, and quarantines bad ones.
+
+A bad sample is found by the rank that reads it. The vote includes the number of bad samples, and only if there are any
+do the ranks exchange which ones they are. Invariant: every rank holds the same quarantine after a step is settled, so
+that any of them may save it and all stop together when it overflows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from closeranks.core.appending import AppendFile
+from closeranks.core.errors import DataError, SetupError
+from closeranks.core.events import Event, Warned
+from closeranks.data.loader import Loader
+from closeranks.data.order import MicroBatch, SampleOrder
+from closeranks.data.quarantine import BadSample, Quarantine, merge
+from closeranks.data.reader import LoadedBatch
+from closeranks.data.source import LoaderSource
+from closeranks.data.timing import StageTimes
+from closeranks.elastic.vote import Ballot
+from closeranks.parallel.mesh import MeshGroups
+from closeranks.run.components.component import Component
+from closeranks.run.state.saved_state import SavedState
+from closeranks.telemetry.folder import RunFolder
+
+if TYPE_CHECKING:
+    from closeranks.run.step.step_results import StepResult
+
+_NAMED = 3
+"""Samples skipped in one step that are reported one by one; a damaged block may affect thousands."""
+
+
+@dataclass
+class Batches(Component):
+    """The data of one run, as its steps see it."""
+
+    loader: Loader
+    quarantine: Quarantine
+    order: SampleOrder
+    groups: MeshGroups
+    sources: tuple[LoaderSource, ...]
+    """The sources for training and evaluation."""
+    logs_samples: bool = False
+    must_agree: bool = False
+    """Whether ranks that work on the same micro-batches must check that they found the same bad samples: if they
+    differed, a collective would hang."""
+    is_balanced: bool = False
+    """Whether slower replicas may get fewer micro-batches."""
+    _news: dict[int, str] = field(default_factory=dict)
+    _times: StageTimes = field(default_factory=StageTimes)
+    _waited_s: float = 0.0
+    _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
+    """Bad samples that this rank found, by step, for steps that are not settled yet."""
+    _log: AppendFile | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.groups.world.rank
+
+    @property
+    def counts_samples(self) -> bool:
+        """Ranks of one replica read the same samples; one of them counts them."""
+        return self.groups.tensor.rank == 0 and self.groups.pipeline.rank == 0
+
+    def start(self, step: int, folder: Path, emit: Callable[[Event], None], *, must_log: bool = True) -> None:
+        """Start to read for ``step`` and those after it. ``must_log``: a log of samples that cannot be opened is an
+        error; otherwise it is a warning, and opening is tried again."""
+        self.loader.start(step)
+        if self.logs_samples and self.counts_samples:
+            self._open_log(RunFolder(folder).samples(self.rank), emit, must_log)
+
+    def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
+        """From now on the samples of each step are logged."""
+        whose = f"the log of samples of rank {self.rank}"
+
+        def on_lost(why: str) -> None:
+            emit(Warned(f"{whose} cannot be written ({why}): training goes on, and it is written once it can be"))
+
+        def on_back(num_dropped: int) -> None:
+            lost = f"{num_dropped} bytes of it were lost" if num_dropped else "nothing was lost"
+            emit(Warned(f"{whose} is written again; {lost}"))
+
+        try:
+            self._log = AppendFile(path, on_lost, on_back, must_open=must_log)
+        except OSError as error:
+            fix = "Make it writable, or set data.log_samples = false."
+            raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
+
+    def load_step(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[LoadedBatch]:
+        """Load the micro-batches of a step that are ``assigned`` to this rank. The samples of a padding micro-batch are
+        counted by another rank."""
+        loaded = self.loader.take(step)
+        if self.must_agree:
+            self._agree(loaded, step)
+        self._times += self.loader.last_times
+        if self.counts_samples:
+            own = [one for one, planned in zip(loaded, assigned, strict=True) if not planned.is_padding]
+            if bad := tuple(sample for one in own for sample in one.skipped):
+                self._found[step] = bad
+            if self._log is not None:
+                self._write(step, own)
+        return loaded
+
+    def figures(self, index: int) -> Mapping[str, Any]:
+        """Times of reading since the last call."""
+        times, self._times = self._times, StageTimes()
+        waited_s, self._waited_s = self.loader.wait_s - self._waited_s, self.loader.wait_s
+        return {
+            "data_wait_s": waited_s,
+            "data_read_s": times.read_s,
+            "data_fetch_s": times.fetch_s,
+            "data_decode_s": times.decode_s,
+            "data_collate_s": times.collate_s,
+        }
+
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        ballot.num_bad = len(self._found.get(index, ()))
+
+    def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
+        """If the vote of a step counted bad samples, gather which ones they are, warn, and stop if there are too
+        many."""
+        done = entry.done
+        if (news := self._news.pop(done.step, "")) and self.rank == 0:
+            emit(Warned(news, done.step))
+        if not done.num_bad:
+            return
+        own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
+        heard = [
+            BadSample.from_json(row) for text in self.groups.world.all_gather_text(own) for row in json.loads(text)
+        ]
+        fresh = self.quarantine.add(merge(heard))
+        for text in describe_skipped(fresh) if self.rank == 0 else ():
+            emit(Warned(text, done.step))
+        self.quarantine.check(done.step)
+
+    @property
+    def order_description(self) -> str:
+        """The sample order, for people; empty for the usual one."""
+        return self.order.signature
+
+    def set_shares(self, shares: tuple[int, ...], step: int) -> None:
+        """Called on all ranks, after ``step``: sets how many micro-batches each replica takes from now on."""
+        before = self.loader.shares
+        self.loader.set_shares(shares)
+        if shares != before:
+            told = "+".join(map(str, shares))
+            self._news[step] = f"replicas share the micro-batches of a step as {told} from now on, by their speed"
+
+    def tree(self) -> dict[str, Any]:
+        shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
+        return {"data": {"quarantine": self.quarantine.state(), **shares}}
+
+    def restore(self, saved: SavedState) -> None:
+        """Saved shares are ignored if the number of replicas differs or this run does not balance by speed."""
+        state = saved.tree.get("data", {})
+        self.quarantine.load(state.get("quarantine", ()))
+        shares = tuple(map(int, state.get("shares", ())))
+        self.loader.set_shares(shares if self.is_balanced and len(shares) == self.groups.replica_group.count else ())
+
+    def _agree(self, loaded: Sequence[LoadedBatch], step: int) -> None:
+        """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged
+        copy on one host), their batches differ in size and a collective would hang."""
+        own = json.dumps([self.groups.data.rank, [bad.sample for one in loaded for bad in one.skipped]])
+        found: dict[int, list[int]] = {}
+        for replica, bad in map(json.loads, self.groups.replica_group.world.all_gather_text(own)):
+            if found.setdefault(replica, bad) != bad:
+                odd = sorted(set(found[replica]) ^ set(bad))
+                what = f"sample {odd[0] if odd else bad} can be read by some ranks of a replica and not by others"
+                fix = "Mend the copy on the host that cannot read it, or set data.on_bad = 'stop' to see its error."
+                raise DataError(what, fix, step=step + 1)
+
+    def close(self) -> None:
+        self.loader.close()
+        for source in self.sources:
+            source.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self, step: int, loaded: Sequence[LoadedBatch]) -> None:
+        assert self._log is not None
+        rows = [
+            {
+                "step": step + 1,
+                "micro_batch": one.micro_batch.index,
+                "first": one.micro_batch.first,
+                "samples": [int(sample) for sample in self.order.between(one.micro_batch.first, one.micro_batch.last)],
+                "skipped": [bad.sample for bad in one.skipped],
+            }
+            for one in loaded
+        ]
+        self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def check_dataset_lengths(told: Sequence[str], identity: str) -> None:
+    """Check that all ranks have opened the same data: otherwise each would read a different part of it."""
+    others = [rank for rank, length in enumerate(told) if length != told[0]]
+    if others:
+        what = f"{identity} has {told[0]} samples on rank 0 and {told[others[0]]} on rank {others[0]}"
+        raise DataError(what, "Give every rank the same data: the same files, and a length that does not change.")
+
+
+def describe_skipped(fresh: Sequence[BadSample]) -> list[str]:
+    """Warnings about the samples that one step skipped; the checkpoint lists them all."""
+    said = [f"sample {bad.sample} is skipped: {bad.message}" for bad in fresh[:_NAMED]]
+    if (more := len(fresh) - len(said)) > 0:
+        said.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")
+    return said

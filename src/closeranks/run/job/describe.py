@@ -1,0 +1,167 @@
+"""Describes a job to the planner: the structure of its model, its constraints and its cost settings.
+
+Our own models are described by their shapes, without torch. A user's module is built on the meta device, which
+allocates no weights; if that fails, the error says what is missing. Invariant: nothing is trained, sampled or stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from closeranks.core.errors import ModelError
+from closeranks.core.registry import is_import_path
+from closeranks.facts import digits, pairs
+from closeranks.facts.activations import ActivationSettings
+from closeranks.facts.anatomy import ModelStructure, distinct_parameters, model_structure
+from closeranks.facts.layout import LayoutConstraints
+from closeranks.facts.llama import llama_structure
+from closeranks.facts.spread import BucketItem, BucketSize, CostSettings
+from closeranks.plan.layouts import PlanningJob
+from closeranks.run.job.job import Job, demands, micro_batch_size
+from closeranks.sync.buckets import BucketMember, plan_buckets
+from closeranks.sync.config import SyncConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from closeranks.core.protocols import ModelSpec
+    from closeranks.models.config import LlamaConfig
+
+ALIGN_BYTES = 64
+"""As ``sync.shards``, which imports torch, aligns the members of its buckets."""
+
+
+def describe_job(job: Job) -> PlanningJob:
+    """The job without its layout, as ``plan`` takes it."""
+    found = _described(job)
+    return replace(
+        found, cost_settings=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
+    )
+
+
+def _described(job: Job) -> PlanningJob:
+    needs = demands(job, micro_batch_size(job))
+    if is_import_path(job.model.name):
+        spec, module = _built_on_meta(job)
+        if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now
+            needs = replace(needs, num_layers=len(spec.pipeline_spec.units))
+        return PlanningJob(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
+    if job.model.name == "llama":
+        return _llama(job, cast("LlamaConfig", job.model), needs)
+    small = _SMALL[job.model.name]
+    found = model_structure(small.shapes(job.model), units=small.units)
+    return PlanningJob(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A model of ours that is described by its parameters alone."""
+
+    shapes: Callable[[Any], dict[str, tuple[int, ...]]]
+    units: tuple[str, ...]
+    num_metrics: int
+    num_statistics: Callable[[Any], int] = lambda config: 0
+
+
+_SMALL = {
+    "digits": _Small(
+        lambda config: digits.parameter_shapes(config.shape()),
+        digits.UNITS,
+        num_metrics=1,
+        num_statistics=lambda config: digits.num_statistics(config.shape()),
+    ),
+    "pairs": _Small(lambda config: pairs.parameter_shapes(config.shape()), pairs.UNITS, num_metrics=2),
+}
+
+
+def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> PlanningJob:
+    shape = config.shape()
+    passage = ActivationSettings(
+        num_tokens=needs.micro_batch * job.data.seq_len,
+        precision=job.train.precision,
+        recompute=job.train.recompute,
+        keep=job.train.recompute_keep,
+        dropout=config.dropout,
+        is_compiled=job.train.compile,
+    )
+    return PlanningJob(llama_structure(shape, job.data.seq_len), needs, _terms(job), shape, passage)
+
+
+def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> CostSettings:
+    return CostSettings(
+        precision=job.train.precision,
+        optimizer=job.optim.name,
+        has_average=job.optim.ema > 0,
+        hold=job.layout.hold,
+        prefetch=job.sync.prefetch,
+        buckets=ReducerBucketPlanner(job.sync),
+        num_metrics=num_metrics,
+        num_statistics=num_statistics,
+    )
+
+
+def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
+    """A user's model. Torch is imported here and nowhere else in planning."""
+    import torch
+
+    from closeranks.models.build import spec_for
+
+    spec = spec_for(job.model, seq_len=job.data.seq_len)
+    try:
+        with torch.device("meta"):
+            return spec, spec.build()
+    except ModelError as error:
+        what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
+        raise ModelError(what, "Let the factory make its tensors without reading their values.") from error
+
+
+def _num_statistics(module: nn.Module) -> int:
+    """Running means and variances of batch norms."""
+    kinds = ("running_mean", "running_var")
+    return sum(buffer.numel() for name, buffer in module.named_buffers() if name.rpartition(".")[2] in kinds)
+
+
+def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
+    from closeranks.parallel.zero import choose_fsdp_units, describe_modules
+
+    owners: dict[nn.Parameter, str] = {}
+    ties = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (first := owners.setdefault(parameter, name)) != name:
+            ties[name] = first
+    chain = spec.pipeline_spec
+    return model_structure(
+        {name: tuple(parameter.shape) for parameter, name in owners.items()},
+        units=chain.units if chain is not None else spec.blocks or choose_fsdp_units(describe_modules(module), ()),
+        costs=chain.costs if chain is not None else (),
+        blocks=spec.blocks,
+        rules=[(rule.pattern, rule.dim, rule.sequence) for rule in spec.sharding_rules],
+        ties=ties,
+    )
+
+
+class ReducerBucketPlanner:
+    """The reducers' own bucket plan, for weights of which only the sizes are known (``facts.spread.BucketPlan``)."""
+
+    def __init__(self, sync: SyncConfig) -> None:
+        caps = sync.bucket_caps()
+        self._caps = {"cap_bytes": caps.bucket_bytes, "first_cap_bytes": caps.first_bucket_bytes}
+
+    def __call__(self, items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
+        axes = list(dict.fromkeys(axis for item in items for axis in item.reduce_axes))
+        members = [
+            BucketMember(
+                item.name,
+                item.numel,
+                "",
+                element_bytes,
+                item.stage,
+                partial_over=tuple(map(axes.index, item.reduce_axes)),
+            )
+            for item in items
+        ]
+        cuts = {"num_shards": num_shards, "align_bytes": ALIGN_BYTES} if num_shards else {}
+        plan = plan_buckets(members, **self._caps, **cuts)
+        return [BucketSize(bucket.numel, tuple(axes[number] for number in bucket.partial_over)) for bucket in plan]

@@ -1,0 +1,137 @@
+"""Evaluates the model on held-out data.
+
+Each data rank evaluates its share of the samples, and one all-reduce sums loss, weight and metrics. Invariant: the
+result does not depend on the layout, and an evaluation does not change training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from closeranks.core.errors import DataError
+from closeranks.core.events import Evaluated
+from closeranks.core.keys import derive_seed
+from closeranks.core.protocols import DataSource, Loss
+from closeranks.data.order import MicroBatch
+from closeranks.data.reader import LoadedBatch, map_tensors
+from closeranks.data.rows import read_samples
+from closeranks.data.settings import ReadSettings
+from closeranks.data.source import as_loader_source
+from closeranks.run.builder.context import RunContext
+from closeranks.run.job.job import micro_batch_size
+from closeranks.run.step.engine import Engine
+from closeranks.run.step.loss_sums import LossSums
+from closeranks.run.step.pipeline_callbacks import MicroBatchCallbacks
+from closeranks.run.step.step import seed_generators
+
+
+def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
+    if source is None:
+        raise DataError("there is no held-out data to evaluate on", "Set data.eval_fraction, or pass eval_data.")
+    started_at = time.monotonic()
+    job, module = engine.context.job, engine.model.module
+    modes = [(part, part.training) for part in module.modules()]  # a user may train with some modules in eval mode
+    for before in reversed(engine.components.phases["before_evaluation"]):
+        before()
+    module.eval()
+    try:
+        sums = _sums(engine, source)
+    finally:
+        for after in engine.components.phases["after_evaluation"]:
+            after()
+        for part, was_training in modes:
+            part.training = was_training
+    num_bad, loss, weight, *metrics = engine.context.groups.world.sum(sums).tolist()
+    weight = weight or 1.0
+    if num_bad > job.data.max_bad:
+        what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {job.data.max_bad}"
+        raise DataError(what, "`closeranks data verify` names them; mend the data, or raise data.max_bad.", step=step)
+    return Evaluated(
+        step=step,
+        loss=loss / weight,
+        weight=weight,
+        metrics={name: value / weight for name, value in zip(engine.model.spec.metrics, metrics, strict=True)},
+        seconds=time.monotonic() - started_at,
+        num_bad=round(num_bad),
+    )
+
+
+def _sums(engine: Engine, source: DataSource) -> Tensor:
+    """Bad samples, loss, weight and metrics over this rank's share, in float64."""
+    context, model = engine.context, engine.model
+    tally = LossSums(model.spec.metrics, context.device, speaks=context.reports_loss)
+    num_bad = 0
+
+    def read(planned: MicroBatch) -> LoadedBatch:
+        nonlocal num_bad
+        loaded = _read(context, source, planned)
+        num_bad += len(loaded.skipped) if engine.batches.counts_samples and not planned.is_padding else 0
+        return loaded
+
+    def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
+        if not micro_batch.is_padding:
+            tally.add(loss)
+        return loss.total
+
+    def key(micro_batch: MicroBatch, stage: int = 0) -> None:
+        seed_generators(context.device, derive_seed(context.job.run.seed, "eval", micro_batch.index))
+
+    with torch.no_grad():
+        share = list(_share(context, len(source), is_even=engine.reducer.needs_equal_counts))
+        _want(source, share)
+        if model.pipeline is not None:
+            size = num_pipelined_micro_batches(context.layout.num_stages)
+            for first in range(0, len(share), size):
+                wave = [read(micro_batch) for micro_batch in share[first : first + size]]
+                model.pipeline.forward_only(
+                    MicroBatchCallbacks(model, engine.reducer, context.step_timer, wave, key, count)
+                )
+        for micro_batch in share if model.pipeline is None else ():
+            loaded = read(micro_batch)
+            key(micro_batch)
+            with model.precision.context(context.device):
+                count(loaded.micro_batch, model.spec.loss(model.module, model.precision.cast(loaded.batch)))
+            context.step_timer.micro_batch_done()
+    row = tally.as_vector()
+    return torch.cat([row.new_tensor([num_bad]), row])
+
+
+def _want(source: DataSource, share: Sequence[MicroBatch]) -> None:
+    """Let remote data be fetched in the order in which it will be read."""
+    ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
+    if ids:
+        as_loader_source(source).prefetch(np.concatenate(ids))
+
+
+def num_pipelined_micro_batches(num_stages: int) -> int:
+    """Micro-batches that are read and fed to the pipeline at once: many per stage, or it mostly fills and drains."""
+    return max(8, 4 * num_stages)
+
+
+def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
+    """This data rank's micro-batches, one in every ``data.size``. If each forward is a collective (``is_even``), a rank
+    that has one less repeats the last one as padding."""
+    limit = min(num_samples, context.job.train.eval_samples or num_samples)
+    size, data = micro_batch_size(context.job), context.groups.data
+    count = -(-limit // size)
+    for first in range(0, count, data.size):
+        number = first + data.rank
+        if number < count or is_even:
+            index = min(number, count - 1)
+            yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_padding=number >= count)
+
+
+def _read(context: RunContext, source: DataSource, micro_batch: MicroBatch) -> LoadedBatch:
+    """Follows the job's rules for bad samples. A micro-batch of bad samples alone is computed and not counted."""
+    ids = np.arange(micro_batch.first, micro_batch.last, dtype=np.int64)
+    rows = read_samples(source, ids, ReadSettings.of(context.job.data))
+    if rows.skipped:
+        is_padding = micro_batch.is_padding or rows.num_rows == 0
+        micro_batch = replace(micro_batch, is_padding=is_padding, num_skipped=len(rows.skipped))
+    return LoadedBatch(micro_batch, map_tensors(rows.batch, lambda tensor: tensor.to(context.device)), rows.skipped)
