@@ -12,10 +12,10 @@ import numpy as np
 from data_work import SEQ_LEN, Work, records, stream
 
 from closeranks.data.config import RecordsConfig, TokensConfig
-from closeranks.data.loader import Loader
-from closeranks.data.order import BatchSchedule
-from closeranks.data.orders import order_of
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.loader import Loader
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.sampling.job_order import order_of
+from closeranks.data.sampling.order import BatchSchedule
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 from closeranks.data.source import as_loader_source

@@ -67,10 +67,10 @@ def main() -> None:
     import torch
 
     from closeranks.data.config import RecordsConfig, TokensConfig
-    from closeranks.data.loader import Loader
-    from closeranks.data.order import BatchSchedule
-    from closeranks.data.orders import order_of
-    from closeranks.data.settings import ReadSettings
+    from closeranks.data.loading.loader import Loader
+    from closeranks.data.loading.read_settings import ReadSettings
+    from closeranks.data.sampling.job_order import order_of
+    from closeranks.data.sampling.order import BatchSchedule
     from closeranks.data.shards import records, tokens  # noqa: F401  opened by name later
     from closeranks.data.source import as_loader_source
     from closeranks.data.sources.open import open_source

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from workload import BETAS, CLIP, WEIGHT_DECAY, StepLog, Workload
 
-from closeranks.data.order import BatchSchedule
+from closeranks.data.sampling.order import BatchSchedule
 from closeranks.run.job.job import Job, load_job
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from closeranks.core.protocols import DataSource
-from closeranks.data.order import BatchSchedule
+from closeranks.data.sampling.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.optim.schedule import lr_factor

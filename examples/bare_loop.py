@@ -7,8 +7,8 @@ import torch
 
 from closeranks.core.keys import derive_seed
 from closeranks.data.config import TextConfig
-from closeranks.data.loader import Loader
-from closeranks.data.order import BatchSchedule, FullOrder
+from closeranks.data.loading.loader import Loader
+from closeranks.data.sampling.order import BatchSchedule, FullOrder
 from closeranks.data.sources.open import open_source
 from closeranks.elastic.vote import Ballot, Vote
 from closeranks.models.build import spec_for

@@ -15,7 +15,7 @@ import torch
 
 from closeranks.core.errors import BadRecordError
 from closeranks.core.protocols import Batch
-from closeranks.data.order import Ints
+from closeranks.data.sampling.order import Ints
 from closeranks.data.timing import stage
 
 

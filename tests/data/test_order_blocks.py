@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
-from closeranks.data.order import BlockOrder, FullOrder, SequentialOrder
-from closeranks.data.permutation import sample_indices
+from closeranks.data.sampling.order import BlockOrder, FullOrder, SequentialOrder
+from closeranks.data.sampling.permutation import sample_indices
 
 small = st.integers(1, 40)
 seeds = st.integers(0, 2**40)

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.data.mixing import MixtureOrder
-from closeranks.data.order import BatchSchedule, BlockOrder, FullOrder, SampleOrder, SequentialOrder
+from closeranks.data.sampling.mixture_order import MixtureOrder
+from closeranks.data.sampling.order import BatchSchedule, BlockOrder, FullOrder, SampleOrder, SequentialOrder
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,11 @@ def test_on_another_machine_the_commit_that_wrote_the_record_is_run(monkeypatch:
 
 MUTATIONS = {
     "tensor model/": ("optim/algorithms.py", "eps=config.eps, fused", "eps=config.eps * (1 + 2**-20), fused"),
-    "samples of step 1": ("data/permutation.py", 'derive_seed(seed, "order", ', 'derive_seed(seed + 1, "order", '),
+    "samples of step 1": (
+        "data/sampling/permutation.py",
+        'derive_seed(seed, "order", ',
+        'derive_seed(seed + 1, "order", ',
+    ),
 }
 """What is told of a change in the code: a file, and what becomes of which words in it."""
 

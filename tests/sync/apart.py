@@ -15,7 +15,7 @@ from closeranks.checkpoint.load.catalogue import find_checkpoints
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader
 from closeranks.core.events import StepDone
 from closeranks.core.pieces import Piece
-from closeranks.data.orders import order_of
+from closeranks.data.sampling.job_order import order_of
 from closeranks.data.source import as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout

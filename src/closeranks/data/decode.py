@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.formats.json_fault import json_error
-from closeranks.data.stores import Record
+from closeranks.data.dataset_protocol import Record
+from closeranks.data.formats.json_error import json_error
 from closeranks.data.timing import stage
 
 if TYPE_CHECKING:

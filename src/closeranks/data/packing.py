@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError
-from closeranks.data.stores import Ints, Tokens
+from closeranks.data.dataset_protocol import Ints, Tokens
 
 Progress: TypeAlias = Callable[[int, int], None]
 """(tokens done, tokens in all)"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from closeranks.core.protocols import Batch, DataSource
-from closeranks.data.stores import Ints
+from closeranks.data.dataset_protocol import Ints
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from closeranks.data.permutation import sample_indices
+from closeranks.data.sampling.permutation import sample_indices
 from tests.cli.data.calling import data
 
 JOB = """

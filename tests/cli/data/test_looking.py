@@ -12,9 +12,9 @@ from PIL import Image
 
 from closeranks.cli.data.proving import check_dataset
 from closeranks.data.files.open import open_files
-from closeranks.data.formats import index_file
-from closeranks.data.formats.index import IndexLocation
-from closeranks.data.formats.jsonl import JsonlRecords
+from closeranks.data.formats.record_index import index_file
+from closeranks.data.formats.record_index.saved_index import IndexLocation
+from closeranks.data.formats.records.jsonl import JsonlRecords
 from tests.cli.data.calling import data
 from tests.data.building.material import json_lines, png, rows, tar_bytes, tiny_tokenizer
 from tests.data.files.conftest import as_nobody
@@ -247,7 +247,7 @@ def test_images_are_described_and_saved(made: Path, tmp_path: Path) -> None:
 
 
 def test_a_position_of_a_job(made: Path, tmp_path: Path) -> None:
-    from closeranks.data.permutation import sample_indices
+    from closeranks.data.sampling.permutation import sample_indices
 
     table = f'[run]\nseed = 3\n[data]\nname = "tokens"\npath = "{made / "bytes"}"\nseq_len = 32'
     told = json.loads(data("show", 40, job(tmp_path, table), "--json").out)

@@ -17,7 +17,7 @@ import zstandard
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.building.build import BuildReporter, BuildRequest, BuildSummary, build_shards
-from closeranks.data.building.encode import encoder_spec, open_encoder
+from closeranks.data.building.tokenizer import encoder_spec, open_encoder
 from closeranks.data.files.open import open_files
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.records import ShardRecords

@@ -16,8 +16,8 @@ import pytest
 from closeranks.core.errors import DataError, RunFailed, SetupError
 from closeranks.data.building import build
 from closeranks.data.building.build import BuildReporter, BuildRequest, BuildSummary, build_shards
-from closeranks.data.building.crew import _deaf_to_interrupts
 from closeranks.data.building.journal import BuildJournal, OutputFolderState, decide, differences
+from closeranks.data.building.worker_pool import _deaf_to_interrupts
 from tests.cli.data.calling import data
 from tests.data.building.material import contents, json_lines, rows, texts_folder
 

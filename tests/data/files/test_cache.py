@@ -18,9 +18,9 @@ from blake3 import blake3
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.cache import FileCache, PrefetchOutcome
-from closeranks.data.files.filling import RemoteFileVersion
+from closeranks.data.files.cache_space import CLAIM, PART, CacheTimeouts
+from closeranks.data.files.cache_write import RemoteFileVersion
 from closeranks.data.files.flocks import try_exclusive
-from closeranks.data.files.room import CLAIM, PART, CacheTimeouts
 from closeranks.data.timing import measure
 from tests.checkpoint.test_write_faults import tmpfs
 from tests.data.files.conftest import as_nobody
@@ -361,7 +361,7 @@ def test_a_fault_of_the_disk_is_named(tmp_path: Path, far: Far, monkeypatch: pyt
 def test_a_claim_goes_with_its_process_though_nobody_closed_the_cache(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from closeranks.data.files.cache import FileCache;"
-        "from closeranks.data.files.filling import RemoteFileVersion;"
+        "from closeranks.data.files.cache_write import RemoteFileVersion;"
         "cache = FileCache(Path(sys.argv[1]), 1 << 20);"
         "cache.hold(RemoteFileVersion('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
         "print(len(list(Path(sys.argv[1]).glob('claim-*'))))"

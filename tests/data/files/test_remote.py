@@ -22,7 +22,7 @@ from closeranks.core.errors import DataError, SetupError
 from closeranks.data.files.cache import FileCache, PrefetchOutcome
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
-from tests.data.files.test_ahead import end_of_threads
+from tests.data.files.test_prefetch import end_of_threads
 from tests.storage import servers
 from tests.storage.proxy import Proxy, Rule, Standing, pausing
 from tests.storage.servers import Server
@@ -193,7 +193,7 @@ def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypat
         return outcome
 
     monkeypatch.setattr(FileCache, "fetch_ahead", spied)
-    monkeypatch.setattr("closeranks.data.files.ahead._LOOK_S", 100.0)
+    monkeypatch.setattr("closeranks.data.files.prefetch._LOOK_S", 100.0)
     fsspec.filesystem("memory").pipe({f"/{prefix}/{name}": bytes(100) for name in "ab"})
     files = open_files(f"memory://{prefix}", cache=str(tmp_path / "cache"), cache_bytes=150)
     with files.local_path("a"):

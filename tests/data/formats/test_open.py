@@ -16,8 +16,8 @@ from PIL import Image
 
 from closeranks.core.errors import DataError
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import FORMATS, detect, open_records, open_tokens
+from closeranks.data.formats.record_index.saved_index import IndexLocation
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
 
@@ -153,7 +153,7 @@ def test_reading_lines_needs_neither_torch_nor_arrow(tmp_path: Path) -> None:
 import json, sys
 import numpy as np
 from closeranks.data.files.open import open_files
-from closeranks.data.formats.index import IndexLocation
+from closeranks.data.formats.record_index.saved_index import IndexLocation
 from closeranks.data.formats.open import open_records, open_tokens
 files = open_files(sys.argv[1])
 assert len(open_records(files, "", IndexLocation())) == 2

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from closeranks.core.errors import CloseranksError, DataError, SetupError, UserError
-from closeranks.data.loading.crew import LoaderStopped, LoaderWorkerPool
+from closeranks.data.loading.batch_reader import BatchReader, LoadedBatch, ReadPlan
+from closeranks.data.loading.fork_server_client import ForkServerClient
 from closeranks.data.loading.messages import RemoteTraceback
-from closeranks.data.loading.nursery import ForkServerClient
-from closeranks.data.order import BatchSchedule, FullOrder
-from closeranks.data.quarantine import BadSample
-from closeranks.data.reader import BatchReader, LoadedBatch, ReadPlan
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.quarantine import BadSample
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.loading.worker_pool import LoaderStopped, LoaderWorkerPool
+from closeranks.data.sampling.order import BatchSchedule, FullOrder
 from tests.data.doubles import (
     CountingSource,
     DrawingSource,
@@ -303,9 +303,9 @@ def test_a_dataset_that_does_not_arrive_is_an_error_of_the_first_read(
 _SCRIPT = """
 import os, sys, threading
 from pathlib import Path
-from closeranks.data.loader import Loader
-from closeranks.data.order import FullOrder, BatchSchedule
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.loader import Loader
+from closeranks.data.sampling.order import FullOrder, BatchSchedule
+from closeranks.data.loading.read_settings import ReadSettings
 from tests.data.doubles import CountingSource
 
 class Own(CountingSource):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from closeranks.core.errors import DataError
-from closeranks.data.shards.layout import DATA_OFFSET, HEADER_BYTES, SUFFIX
 from closeranks.data.shards.records import ShardRecords
+from closeranks.data.shards.shard_format import DATA_OFFSET, HEADER_BYTES, SUFFIX
 from closeranks.data.shards.tokens import ShardTokens
 from closeranks.data.shards.verify import verify
 from tests.data.shards.made import documents, opened, records, write_records, write_tokens

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from closeranks.core.errors import BadRecordError
-from closeranks.data.shards.layout import DATA_OFFSET
 from closeranks.data.shards.records import ShardRecords
+from closeranks.data.shards.shard_format import DATA_OFFSET
 from tests.data.shards.made import opened, write_records
 
 NAMES = ("x", "n", "f", "b", "raw")

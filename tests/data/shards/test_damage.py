@@ -13,9 +13,9 @@ import pytest
 from crc32c import crc32c
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.shards.layout import FOOTER_BYTES, HEADER_BYTES
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.records import ShardRecords
+from closeranks.data.shards.shard_format import FOOTER_BYTES, HEADER_BYTES
 from closeranks.data.shards.tokens import ShardTokens
 from closeranks.data.shards.verify import verify
 from tests.data.shards.made import documents, opened, records, same, write_records, write_tokens
@@ -109,7 +109,7 @@ def test_a_folder_or_a_permission_in_the_way(tmp_path: Path, kind: str, monkeypa
 
 def resealed(path: Path, change: Callable[[bytearray], None]) -> None:
     """Change a shard as a wrong writer would: all checksums of the file itself are right again."""
-    from closeranks.data.shards import layout
+    from closeranks.data.shards import shard_format as layout
 
     data = bytearray(path.read_bytes())
     footer = layout.decode_footer(bytes(data[-FOOTER_BYTES:]), len(data))

@@ -217,7 +217,7 @@ def test_a_disk_that_fails_is_said(tmp_path: Path, call: str, monkeypatch: pytes
 
 
 def test_a_shard_file_says_what_it_holds(tmp_path: Path) -> None:
-    from closeranks.data.shards.layout import ShardHeader
+    from closeranks.data.shards.shard_format import ShardHeader
 
     file = ShardFile(tmp_path / "a.crs", ShardHeader("tokens", "uint16", 4096))
     file.append(b"\1\0\2\0")

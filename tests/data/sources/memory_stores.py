@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError
+from closeranks.data.dataset_protocol import Ints, Record, RecordLocation
 from closeranks.data.files.protocol import FileInfo
-from closeranks.data.stores import Ints, Record, RecordLocation
 
 
 class MemoryTokens:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import MixtureConfig
+from closeranks.data.dataset_protocol import Ints
 from closeranks.data.source import LoaderSource
 from closeranks.data.sources.mixture import MixtureSource, SampleTensorSpec, WeightedSource, common_fields
 from closeranks.data.sources.open import open_source
-from closeranks.data.stores import Ints
 
 
 class Numbered:

@@ -13,7 +13,8 @@ from PIL import Image
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.data.config import RecordsConfig
 from closeranks.data.source import LoaderSource
-from closeranks.data.sources import records, stored
+from closeranks.data.sources import records
+from closeranks.data.sources import splits as stored
 from closeranks.data.sources.records import RecordSelection, RecordsSource, open_records_source
 from closeranks.data.timing import measure
 from tests.data.sources.memory_stores import MemoryFiles, MemoryRecords

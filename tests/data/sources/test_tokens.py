@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
 from closeranks.data.config import TokensConfig
-from closeranks.data.formats.index import IndexLocation
+from closeranks.data.formats.record_index.saved_index import IndexLocation
 from closeranks.data.packing import pack
 from closeranks.data.source import LoaderSource
-from closeranks.data.sources import stored, tokens
+from closeranks.data.sources import splits as stored
+from closeranks.data.sources import tokens
 from closeranks.data.sources.tokens import PackedDocuments, TokenWindows, open_tokens_source, saved_packing
 from tests.data.sources.memory_stores import MemoryFiles, MemoryTokens
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.core.protocols import DataSource
 from closeranks.data.config import UserDataConfig
-from closeranks.data.rows import read_samples
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.loading.sample_reader import read_samples
 from closeranks.data.sources.open import open_source
 from closeranks.data.sources.user import MapSource, as_source, open_user
 from closeranks.data.timing import measure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from closeranks.data.quarantine import BadSample
+from closeranks.data.loading.quarantine import BadSample
 from closeranks.run.components.batches import describe_skipped
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from closeranks.cli.data.jobs import JobData
 from closeranks.core.errors import ConfigError
-from closeranks.data.order import MicroBatch
+from closeranks.data.sampling.order import MicroBatch
 from closeranks.data.source import LoaderSource
 from closeranks.run.job.job import check_workers, layout_for
 

@@ -15,9 +15,9 @@ from closeranks.cli.launching import add_job_folder_to_path
 from closeranks.core.config.overrides import UNSET_MARK
 from closeranks.core.errors import UserError
 from closeranks.data.config import MixtureConfig
-from closeranks.data.mixing import MixtureOrder, WeightedInterleave
-from closeranks.data.order import BatchSchedule, SampleOrder
-from closeranks.data.orders import order_of
+from closeranks.data.sampling.job_order import order_of
+from closeranks.data.sampling.mixture_order import MixtureOrder, WeightedInterleave
+from closeranks.data.sampling.order import BatchSchedule, SampleOrder
 from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.run.builder.context import batch_schedule

@@ -14,12 +14,12 @@ import numpy as np
 
 from closeranks.core.errors import DataError
 from closeranks.data.config import DataConfig, RecordsConfig, SingleData, TokensConfig
+from closeranks.data.dataset_protocol import RecordLocation, Records, Tokens
 from closeranks.data.files.open import open_files
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexLocation
 from closeranks.data.formats.open import SHARDS, detect, open_records, open_tokens
+from closeranks.data.formats.record_index.saved_index import IndexLocation
 from closeranks.data.shards.manifest import read_manifest
-from closeranks.data.stores import RecordLocation, Records, Tokens
 
 
 @dataclass(frozen=True, slots=True)

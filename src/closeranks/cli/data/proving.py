@@ -13,13 +13,13 @@ import numpy as np
 
 from closeranks.cli.data.opening import open_path
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.data.building.salvage import read_with_errors
+from closeranks.data.building.readers.bad_records import read_with_errors
+from closeranks.data.dataset_protocol import IndexedStore, Record, Records, Tokens
 from closeranks.data.decode import image_error, is_embedded, is_image
 from closeranks.data.files.open import open_files
 from closeranks.data.shards.detect import is_shards
 from closeranks.data.shards.manifest import read_manifest
 from closeranks.data.shards.verify import verify
-from closeranks.data.stores import IndexedStore, Record, Records, Tokens
 
 _RECORDS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 1 << 20

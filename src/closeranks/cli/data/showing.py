@@ -18,7 +18,7 @@ from closeranks.cli.data.jobs import DataArguments
 from closeranks.core.errors import SetupError, UserError
 
 if TYPE_CHECKING:
-    from closeranks.data.order import BatchSchedule
+    from closeranks.data.sampling.order import BatchSchedule
 
 Decode: TypeAlias = Callable[[npt.NDArray[Any]], str]
 _BYTES = 256
@@ -59,7 +59,7 @@ def decoder_of(tokenizer: str) -> Decode | None:
         return None
     if tokenizer == "bytes":
         return bytes_as_text
-    from closeranks.data.building.encode import open_decoder
+    from closeranks.data.building.tokenizer import open_decoder
 
     opened = open_decoder(tokenizer)
     return lambda tokens: str(opened.decode(tokens.tolist(), skip_special_tokens=False))

@@ -12,7 +12,7 @@ from typing import Any
 
 from closeranks.cli.data.opening import StoredData, open_config, open_path
 from closeranks.core.errors import UserError
-from closeranks.data.building.survey import DatasetStats, record_stats, token_stats
+from closeranks.data.stats.dataset_stats import DatasetStats, record_stats, token_stats
 
 
 @dataclass(frozen=True, slots=True)

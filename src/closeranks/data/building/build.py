@@ -16,14 +16,14 @@ from typing import Any
 
 from closeranks.core.errors import DataError, Interrupted
 from closeranks.core.faults import failpoint
-from closeranks.data.building.blueprint import BuildSettings, BuildSpec, PartCounts, PartDone, SkippedRecord
-from closeranks.data.building.crew import build_parts
-from closeranks.data.building.encode import BYTES, encoder_spec, open_encoder
+from closeranks.data.building.build_spec import BuildSettings, BuildSpec, PartCounts, PartDone, SkippedRecord
+from closeranks.data.building.inspect_inputs import make_build_spec
 from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, BuildJournal, decide
-from closeranks.data.building.looking import make_build_spec
-from closeranks.data.building.plan import part_ranges
-from closeranks.data.building.scratch import temporary_folder
-from closeranks.data.building.standing import output_folder_state, read_output_manifest, remove_old_build
+from closeranks.data.building.output_folder import output_folder_state, read_output_manifest, remove_old_build
+from closeranks.data.building.part_plan import part_ranges
+from closeranks.data.building.temporary_folder import temporary_folder
+from closeranks.data.building.tokenizer import BYTES, encoder_spec, open_encoder
+from closeranks.data.building.worker_pool import build_parts
 from closeranks.data.shards.commit import commit
 from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest
 

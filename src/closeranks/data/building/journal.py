@@ -18,8 +18,8 @@ from typing import Any, Literal
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import read_bytes
-from closeranks.data.building.blueprint import BuildSpec, PartCounts, PartDone
-from closeranks.data.building.inputs import fingerprint
+from closeranks.data.building.build_spec import BuildSpec, PartCounts, PartDone
+from closeranks.data.building.readers.input_files import fingerprint
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import StorageError

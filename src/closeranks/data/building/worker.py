@@ -23,8 +23,8 @@ from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
 from closeranks.core.linux import die_with_parent
 from closeranks.core.streams import ignore_broken_pipes
-from closeranks.data.building.blueprint import BuildSpec
-from closeranks.data.building.part import PartBuilder
+from closeranks.data.building.build_spec import BuildSpec
+from closeranks.data.building.part_builder import PartBuilder
 
 _BEAT_S = 0.1
 

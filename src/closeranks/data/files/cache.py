@@ -25,11 +25,11 @@ from enum import Enum
 from pathlib import Path
 
 from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.data.files.filling import RemoteFileVersion, StallDetector, is_sound, write_cached_file
+from closeranks.data.files.cache_errors import cache_error, lock_timeout_error, no_space_error, too_large_error
+from closeranks.data.files.cache_space import FILE, PART, CacheSpace, CacheTimeouts, SpaceRequest
+from closeranks.data.files.cache_write import RemoteFileVersion, StallDetector, is_sound, write_cached_file
+from closeranks.data.files.eviction import mark_prefetched, mark_used
 from closeranks.data.files.flocks import Flock, try_exclusive, try_shared
-from closeranks.data.files.room import FILE, PART, CacheSpace, CacheTimeouts, SpaceRequest
-from closeranks.data.files.sentences import cache_error, lock_timeout_error, no_space_error, too_large_error
-from closeranks.data.files.shelf import mark_prefetched, mark_used
 from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)

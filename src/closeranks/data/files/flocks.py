@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.data.files.forks import register_fork_reset
+from closeranks.data.files.fork_reset import register_fork_reset
 
 
 class _OpenLocks:

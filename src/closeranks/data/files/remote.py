@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from closeranks.data.files.ahead import FilePrefetcher
 from closeranks.data.files.cache import FileCache, PrefetchOutcome
-from closeranks.data.files.filling import RemoteFileVersion
-from closeranks.data.files.forks import register_fork_reset
+from closeranks.data.files.cache_errors import empty_error, not_listed_error, storage_error
+from closeranks.data.files.cache_write import RemoteFileVersion
+from closeranks.data.files.fork_reset import register_fork_reset
+from closeranks.data.files.prefetch import FilePrefetcher
 from closeranks.data.files.protocol import FileInfo
-from closeranks.data.files.sentences import empty_error, not_listed_error, storage_error
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import FileEntry, MissingError, Storage, StorageError
 

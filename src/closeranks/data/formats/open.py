@@ -17,9 +17,9 @@ from typing import Any
 
 from closeranks.core.errors import DataError
 from closeranks.core.registry import did_you_mean
+from closeranks.data.dataset_protocol import Records, Tokens
 from closeranks.data.files.protocol import FileInfo, Files
-from closeranks.data.formats.index import IndexLocation
-from closeranks.data.stores import Records, Tokens
+from closeranks.data.formats.record_index.saved_index import IndexLocation
 
 SHARDS = "shards"
 
@@ -41,23 +41,27 @@ class DataFormat:
 _PACKED = ("", ".gz", ".zst", ".zstd", ".bz2", ".xz")
 FORMATS = (
     DataFormat(
-        "webdataset", "webdataset", (*(f".tar{p}" for p in (*_PACKED, ".lz4")), ".tgz", ".tbz2", ".txz"), ".tar"
+        "webdataset", "records.webdataset", (*(f".tar{p}" for p in (*_PACKED, ".lz4")), ".tgz", ".tbz2", ".txz"), ".tar"
     ),
-    DataFormat("parquet", "parquet", (".parquet", ".pq", ".parq"), ".parquet"),
-    DataFormat("arrow", "arrow", (".arrow", ".arrows", ".feather", ".ipc", "dataset_dict.json"), ".arrow"),
-    DataFormat("jsonl", "jsonl", tuple(s + p for s in (".jsonl", ".ndjson") for p in _PACKED), ".jsonl .ndjson"),
-    DataFormat("megatron", "megatron", (".idx",), ".bin with .idx"),
-    DataFormat("mds", "mds", ("index.json",), "index.json of MDS"),
+    DataFormat("parquet", "columnar.parquet_files", (".parquet", ".pq", ".parq"), ".parquet"),
+    DataFormat(
+        "arrow", "columnar.arrow_files", (".arrow", ".arrows", ".feather", ".ipc", "dataset_dict.json"), ".arrow"
+    ),
+    DataFormat(
+        "jsonl", "records.jsonl", tuple(s + p for s in (".jsonl", ".ndjson") for p in _PACKED), ".jsonl .ndjson"
+    ),
+    DataFormat("megatron", "arrays.megatron", (".idx",), ".bin with .idx"),
+    DataFormat("mds", "records.mds", ("index.json",), "index.json of MDS"),
     DataFormat(
         "images",
-        "images",
+        "records.images",
         (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"),
         ".jpg .png and the like",
     ),
-    DataFormat("numpy", "numpy_files", (".npy", ".npz"), ".npy"),
+    DataFormat("numpy", "arrays.numpy_records", (".npy", ".npz"), ".npy"),
     DataFormat(
         "tfrecord",
-        "tfrecord",
+        "records.tfrecord",
         tuple(s + p for s in (".tfrecord", ".tfrecords", ".tfrec") for p in _PACKED),
         ".tfrecord",
     ),
@@ -166,6 +170,6 @@ def _shard_tokens(files: Files, index: IndexLocation, field: str) -> Tokens:
 
 
 def _tokens_of(records: Records, files: Files, field: str, index: IndexLocation) -> Tokens:
-    from closeranks.data.formats.tokens_of import RecordTokens
+    from closeranks.data.formats.record_tokens import RecordTokens
 
     return RecordTokens(records, files, field, index)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from closeranks.data.stores import Ints
+from closeranks.data.dataset_protocol import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from closeranks.data.loading.messages import (
 )
 
 if TYPE_CHECKING:
-    from closeranks.data.reader import ReadPlan
+    from closeranks.data.loading.batch_reader import ReadPlan
 
 _LEAVE_S = 0.5
 """For a process that is hung up on in the middle of a read, before it is killed."""
@@ -137,7 +137,7 @@ def _open(seat: StartLoaderWorker, plan_fd: int) -> ReadPlan:
     sys.path[:] = seat.sys_path
     if seat.main_path:
         multiprocessing.spawn.prepare({"init_main_from_path": seat.main_path})
-    from closeranks.data.loading.sending import unpack
+    from closeranks.data.loading.shared_pickle import unpack
 
     plan: ReadPlan = unpack(plan_fd)
     os.close(plan_fd)
@@ -145,8 +145,8 @@ def _open(seat: StartLoaderWorker, plan_fd: int) -> ReadPlan:
 
 
 def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> None:
-    from closeranks.data.loading.transport import SharedBatchWriter
-    from closeranks.data.reader import BatchReader, WorkerSlice
+    from closeranks.data.loading.batch_reader import BatchReader, WorkerSlice
+    from closeranks.data.loading.shared_batches import SharedBatchWriter
 
     share = WorkerSlice(seat.number, seat.count)
     reader, outbox, permit = BatchReader(plan, seat.step, share), SharedBatchWriter(), _Permit(rank)

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from closeranks.data.dataset_protocol import Ints
 from closeranks.data.shards.encoding import Form
-from closeranks.data.stores import Ints
 
 Gather: TypeAlias = Callable[[Ints, int, np.dtype[Any]], npt.NDArray[Any]]
 """(places, number of bytes, dtype) -> one row for each place."""

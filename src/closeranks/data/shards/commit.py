@@ -20,7 +20,6 @@ from closeranks.core.errors import DataError
 from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.core.regular_file import open_descriptor, read_bytes
 from closeranks.data.shards.encoding import Form, decode_schemas
-from closeranks.data.shards.layout import ShardFooter, ShardHeader, UnsoundShard, encode_footer, footer_digest
 from closeranks.data.shards.manifest import (
     NAME,
     DatasetInfo,
@@ -29,7 +28,8 @@ from closeranks.data.shards.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from closeranks.data.shards.opening import read_footer
+from closeranks.data.shards.shard_footer import read_footer
+from closeranks.data.shards.shard_format import ShardFooter, ShardHeader, UnsoundShard, encode_footer, footer_digest
 from closeranks.storage.disk import read_range
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import StorageError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.layout import SUFFIX
 from closeranks.data.shards.manifest import NAME
+from closeranks.data.shards.shard_format import SUFFIX
 
 _BEGINNING = b'{"closeranks":"dataset"'
 

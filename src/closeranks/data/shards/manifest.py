@@ -17,9 +17,9 @@ import numpy as np
 from blake3 import blake3
 
 from closeranks.core.errors import DataError
+from closeranks.data.dataset_protocol import Ints
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.layout import SUFFIX, TOKEN_DTYPES, Kind, ShardFooter, ShardHeader, ShardRegions
-from closeranks.data.stores import Ints
+from closeranks.data.shards.shard_format import SUFFIX, TOKEN_DTYPES, Kind, ShardFooter, ShardHeader, ShardRegions
 from closeranks.storage.documents import UnsoundDocument, seal, unseal
 
 NAME = "dataset.json"

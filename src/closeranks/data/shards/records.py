@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
+from closeranks.data.dataset_protocol import Ints, Record, RecordLocation, typical_block
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.columns import SchemaColumns
 from closeranks.data.shards.encoding import PREFIX, Form, RecordDecoder, decode_schemas
-from closeranks.data.shards.items import ItemIndex, ItemLocations
-from closeranks.data.shards.layout import DATA_OFFSET
-from closeranks.data.shards.mapped import AGAIN, MappedShards
+from closeranks.data.shards.item_index import ItemIndex, ItemLocations
+from closeranks.data.shards.mapped_shards import AGAIN, MappedShards
+from closeranks.data.shards.shard_format import DATA_OFFSET
 from closeranks.data.shards.tokens import check_same, manifest_of
-from closeranks.data.stores import Ints, Record, RecordLocation, typical_block
 
 _FORM = np.dtype("<u8")
 UNDECODABLE = (ValueError, TypeError, IndexError, struct.error, RecursionError)

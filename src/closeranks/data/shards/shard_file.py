@@ -23,7 +23,8 @@ from crc32c import crc32c
 
 from closeranks.core.errors import DataError
 from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.data.shards.layout import (
+from closeranks.data.shards.manifest import ShardEntry
+from closeranks.data.shards.shard_format import (
     DATA_OFFSET,
     ShardFooter,
     ShardHeader,
@@ -32,7 +33,6 @@ from closeranks.data.shards.layout import (
     encode_header,
     footer_digest,
 )
-from closeranks.data.shards.manifest import ShardEntry
 from closeranks.storage.disk import fsync_folder, make_folder, write_all
 
 BEGUN = declare_failpoint("shard begun", "a shard's .part is made and empty")

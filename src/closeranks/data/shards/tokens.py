@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import DataError
+from closeranks.data.dataset_protocol import Ints, RecordLocation, typical_block
 from closeranks.data.files.protocol import Files
-from closeranks.data.shards.items import DocumentEnds, ItemIndex
-from closeranks.data.shards.layout import DATA_OFFSET
+from closeranks.data.shards.item_index import DocumentEnds, ItemIndex
 from closeranks.data.shards.manifest import DatasetManifest, read_manifest
-from closeranks.data.shards.mapped import MappedShards
-from closeranks.data.stores import Ints, RecordLocation, typical_block
+from closeranks.data.shards.mapped_shards import MappedShards
+from closeranks.data.shards.shard_format import DATA_OFFSET
 
 _FEW_DOCUMENTS = 1 << 20
 """Their ends are kept as an array (8 MiB); those of more are read from the maps as they are needed."""

@@ -19,13 +19,13 @@ from crc32c import crc32c
 
 from closeranks.core.errors import DataError
 from closeranks.core.regular_file import open_descriptor
+from closeranks.data.dataset_protocol import Ints
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.encoding import PREFIX, RecordDecoder, decode_schemas
-from closeranks.data.shards.layout import DATA_OFFSET, ShardFooter, ShardRegions, UnsoundShard
 from closeranks.data.shards.manifest import NAME, DatasetManifest, ShardEntry, read_manifest
-from closeranks.data.shards.opening import read_footer
 from closeranks.data.shards.records import UNDECODABLE
-from closeranks.data.stores import Ints
+from closeranks.data.shards.shard_footer import read_footer
+from closeranks.data.shards.shard_format import DATA_OFFSET, ShardFooter, ShardRegions, UnsoundShard
 from closeranks.storage.disk import read_range
 from closeranks.storage.protocol import ChangedError, DeniedError, MissingError, StorageError
 

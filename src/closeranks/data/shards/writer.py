@@ -30,9 +30,9 @@ import numpy.typing as npt
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.shards.commit import commit, open_shard
 from closeranks.data.shards.encoding import PREFIX, Form, Value, encode, encode_schemas
-from closeranks.data.shards.layout import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, ShardHeader
 from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest, ShardEntry
 from closeranks.data.shards.shard_file import ShardFile
+from closeranks.data.shards.shard_format import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, ShardHeader
 
 SHARD_BYTES = 256 << 20
 Self = TypeVar("Self", bound="_Writer")

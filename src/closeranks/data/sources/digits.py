@@ -14,7 +14,7 @@ from closeranks.core.errors import DataError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch
 from closeranks.data.config import DigitsDataConfig
-from closeranks.data.order import Ints, permute
+from closeranks.data.sampling.order import Ints, permute
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out
 
 _BRIGHTEST = 16.0

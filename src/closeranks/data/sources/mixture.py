@@ -19,9 +19,9 @@ from torch import Tensor
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import MixtureConfig
+from closeranks.data.dataset_protocol import Ints
 from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.registry import SOURCES, Split, opener_of
-from closeranks.data.stores import Ints
 
 _PROBED = 8
 """Samples tried, where the first ones of a part are damaged."""

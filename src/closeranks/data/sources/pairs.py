@@ -15,7 +15,7 @@ import torch
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch
 from closeranks.data.config import PairsDataConfig
-from closeranks.data.order import Ints
+from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -20,6 +20,7 @@ from closeranks.core.errors import BadRecordError, CloseranksError, DataError, U
 from closeranks.core.protocols import Batch
 from closeranks.core.registry import load_object
 from closeranks.data.config import RecordsConfig
+from closeranks.data.dataset_protocol import Ints, Record, Records, select_fields
 from closeranks.data.decode import decode_batch, is_image
 from closeranks.data.files.protocol import Files
 from closeranks.data.formats.open import open_records
@@ -33,11 +34,10 @@ from closeranks.data.sources.collate import (
     is_inside,
     stack,
 )
-from closeranks.data.sources.faults import name_some_samples, sample_error
 from closeranks.data.sources.registry import SOURCES, Split
-from closeranks.data.sources.stored import close, files_of, index_location, name_of, samples_of
+from closeranks.data.sources.sample_errors import name_some_samples, sample_error
+from closeranks.data.sources.splits import close, files_of, index_location, name_of, samples_of
 from closeranks.data.sources.tensors import tensor_dtype, to_tensor
-from closeranks.data.stores import Ints, Record, Records, select_fields
 from closeranks.data.timing import stage
 
 ReadColumns: TypeAlias = Callable[[Ints, Collection[str]], Mapping[str, npt.NDArray[Any]] | None]

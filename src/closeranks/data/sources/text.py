@@ -22,7 +22,7 @@ from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
 from closeranks.core.regular_file import open_binary
 from closeranks.data.config import TextConfig
-from closeranks.data.order import Ints
+from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -17,14 +17,14 @@ import numpy as np
 from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
 from closeranks.data.config import TokensConfig
+from closeranks.data.dataset_protocol import Ints, Tokens
 from closeranks.data.files.protocol import Files
-from closeranks.data.formats.index import IndexLocation, saved_index
 from closeranks.data.formats.open import open_tokens
+from closeranks.data.formats.record_index.saved_index import IndexLocation, saved_index
 from closeranks.data.packing import Packing, default_block_tokens, fill_rows, pack, read_segments
 from closeranks.data.sources.registry import SOURCES, Split
-from closeranks.data.sources.stored import close, files_of, index_location, name_of, samples_of, samples_per_block
+from closeranks.data.sources.splits import close, files_of, index_location, name_of, samples_of, samples_per_block
 from closeranks.data.sources.tensors import to_tensor
-from closeranks.data.stores import Ints, Tokens
 from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)

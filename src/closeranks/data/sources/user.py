@@ -18,10 +18,10 @@ from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, DataSource
 from closeranks.core.registry import load_object
 from closeranks.data.config import UserDataConfig
-from closeranks.data.rows import name_samples
-from closeranks.data.sources.faults import name_some_samples, sample_error
+from closeranks.data.dataset_protocol import Ints
+from closeranks.data.loading.sample_reader import name_samples
 from closeranks.data.sources.registry import SOURCES, Split
-from closeranks.data.stores import Ints
+from closeranks.data.sources.sample_errors import name_some_samples, sample_error
 from closeranks.data.timing import stage
 
 Collate: TypeAlias = Callable[[list[Any]], Any]

@@ -17,11 +17,11 @@ from closeranks.core.descriptors import track_sockets
 from closeranks.core.errors import ConfigError
 from closeranks.core.protocols import DataSource, ModelSpec, Reducer
 from closeranks.core.world import World
-from closeranks.data.loader import Loader
-from closeranks.data.order import BatchSchedule
-from closeranks.data.orders import order_of
-from closeranks.data.quarantine import Quarantine
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.loader import Loader
+from closeranks.data.loading.quarantine import Quarantine
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.sampling.job_order import order_of
+from closeranks.data.sampling.order import BatchSchedule
 from closeranks.data.source import as_loader_source
 from closeranks.elastic.vote import Vote
 from closeranks.facts.layout import Layout

@@ -13,8 +13,8 @@ import torch
 from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
 from closeranks.core.world import World
-from closeranks.data.cursor import Cursor
-from closeranks.data.order import BatchSchedule
+from closeranks.data.sampling.cursor import Cursor
+from closeranks.data.sampling.order import BatchSchedule
 from closeranks.facts.layout import Layout
 from closeranks.parallel.group import WorldGroup
 from closeranks.parallel.mesh import MeshGroups

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from closeranks.core.appending import AppendFile
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.events import Event, Warned
-from closeranks.data.loader import Loader
-from closeranks.data.order import MicroBatch, SampleOrder
-from closeranks.data.quarantine import BadSample, Quarantine, merge
-from closeranks.data.reader import LoadedBatch
+from closeranks.data.loading.batch_reader import LoadedBatch
+from closeranks.data.loading.loader import Loader
+from closeranks.data.loading.quarantine import BadSample, Quarantine, merge
+from closeranks.data.sampling.order import MicroBatch, SampleOrder
 from closeranks.data.source import LoaderSource
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from closeranks.capture.tensors import StateTensor
     from closeranks.core.events import Event
-    from closeranks.data.order import MicroBatch
+    from closeranks.data.sampling.order import MicroBatch
     from closeranks.elastic.vote import Ballot, Verdict
     from closeranks.run.state.saved_state import SavedState
     from closeranks.run.step.step_results import StepResult

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from closeranks.core.events import Event, NoiseSeen
 from closeranks.core.protocols import ReduceGroup
-from closeranks.data.schedule import BatchSchedule, MicroBatch
+from closeranks.data.sampling.batch_schedule import BatchSchedule, MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.noise import NoiseMeasurement, NoiseScaleAverages
 from closeranks.optim.norms import norm_squared

@@ -16,7 +16,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.weights.protocol import Weights
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ModelSpec, ParameterShard
-from closeranks.data.order import MicroBatch
+from closeranks.data.sampling.order import MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.facts.stages import stage_placement
 from closeranks.parallel.apply import DistributedModel, is_sharded, local_part, whole_tensors

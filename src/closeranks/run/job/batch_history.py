@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.data.cursor import Cursor, ends_at
+from closeranks.data.sampling.cursor import Cursor, ends_at
 from closeranks.run.job.job import Job
 
 

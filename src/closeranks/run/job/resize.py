@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from closeranks.agent.fault_limits import FaultLimits
-from closeranks.data.cursor import Cursor, position_after
+from closeranks.data.sampling.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
 from closeranks.facts.nearest import nearest_first

@@ -16,7 +16,7 @@ import torch
 from closeranks import __version__
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import CheckpointError
-from closeranks.data.orders import OrderChange, order_change
+from closeranks.data.sampling.job_order import OrderChange, order_change
 from closeranks.run.builder.context import RunContext
 from closeranks.run.components.component import Components, Unique
 from closeranks.run.components.model import Model

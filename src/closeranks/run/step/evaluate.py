@@ -18,10 +18,10 @@ from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import DataSource, Loss
-from closeranks.data.order import MicroBatch
-from closeranks.data.reader import LoadedBatch, map_tensors
-from closeranks.data.rows import read_samples
-from closeranks.data.settings import ReadSettings
+from closeranks.data.loading.batch_reader import LoadedBatch, map_tensors
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.loading.sample_reader import read_samples
+from closeranks.data.sampling.order import MicroBatch
 from closeranks.data.source import as_loader_source
 from closeranks.run.builder.context import RunContext
 from closeranks.run.job.job import micro_batch_size

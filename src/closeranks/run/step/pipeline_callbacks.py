@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Loss, PipelineSpec, Reducer
-from closeranks.data.order import MicroBatch
-from closeranks.data.reader import LoadedBatch
+from closeranks.data.loading.batch_reader import LoadedBatch
+from closeranks.data.sampling.order import MicroBatch
 from closeranks.parallel.tensor import explain_sharding_errors
 from closeranks.run.components.model import Model
 from closeranks.run.step.step_timer import StepTimer

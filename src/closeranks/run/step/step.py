@@ -17,8 +17,8 @@ from closeranks.core.errors import UserError
 from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import RunRequest
-from closeranks.data.order import MicroBatch
-from closeranks.data.reader import LoadedBatch
+from closeranks.data.loading.batch_reader import LoadedBatch
+from closeranks.data.sampling.order import MicroBatch
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.models.losses import as_loss
 from closeranks.optim.norms import norm_squared

@@ -30,7 +30,7 @@ from closeranks.capture.slots import SealedSlot, SlotHeader
 from closeranks.core.linux import num_threads
 from closeranks.core.protocols import Batch
 from closeranks.core.world import World
-from closeranks.data.order import Ints
+from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.open import open_source
 from closeranks.elastic.snapshot_reader import SnapshotReader
 from closeranks.elastic.snapshot_writer import SnapshotDestinations, SnapshotWriter

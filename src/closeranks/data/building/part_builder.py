@@ -1,0 +1,140 @@
+"""How is one part of a build made: inputs in, shards out?
+
+Invariant: what a part becomes follows from the blueprint alone. A part that was cut short goes on behind its last
+finished shard: its items are read again up to there, and neither encoded nor written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from itertools import accumulate, islice
+from typing import Any, TypedDict
+
+from closeranks.core.errors import BadRecordError
+from closeranks.data.building.build_spec import BuildSpec, PartCounts, PartDone, SkippedRecord
+from closeranks.data.building.part_plan import BuildPart, part_ranges
+from closeranks.data.building.readers.input_files import BuildInput
+from closeranks.data.building.readers.input_reader import InputItem, InputReadOptions, OnBytes, read_range
+from closeranks.data.building.readers.input_store import open_input_store
+from closeranks.data.building.tokenizer import TokenEncoder, open_encoder
+from closeranks.data.dataset_protocol import Records
+from closeranks.data.shards.writer import RecordShardWriter, TokenShardWriter
+
+_BATCH_BYTES = 4 << 20
+_BATCH_ITEMS = 4096
+
+
+class _Shared(TypedDict):
+    """What both kinds of writers are told."""
+
+    part: int
+    build: str
+    shard_bytes: int
+
+
+class PartBuilder:
+    """Builds parts of one blueprint, one after the other; keeps tokenizer and stores open between them."""
+
+    def __init__(self, blueprint: BuildSpec, on_bytes: OnBytes) -> None:
+        self._blueprint = blueprint
+        self._on_bytes = on_bytes
+        settings = blueprint.settings
+        self._encoder = open_encoder(settings.encoder) if settings.encoder is not None else None
+        needs_utf8 = self._encoder is not None and self._encoder.needs_utf8
+        self._wish = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
+        self._store = lru_cache(maxsize=4)(self._open_store)
+
+    def build(self, part: BuildPart) -> PartDone:
+        if self._encoder is None:
+            with RecordShardWriter(self._blueprint.out, **self._shared(part)) as records:
+                tally, items = self._rest(part, records.cursor)
+                self._write_records(records, items, tally)
+                return PartDone(part.index, records.finish(), tally)
+        dtype, vocab_size = self._encoder.dtype.name, self._encoder.vocab_size
+        with TokenShardWriter(self._blueprint.out, dtype, vocab_size=vocab_size, **self._shared(part)) as tokens:
+            tally, items = self._rest(part, tokens.cursor)
+            self._write_tokens(tokens, items, tally)
+            return PartDone(part.index, tokens.finish(), tally)
+
+    def _shared(self, part: BuildPart) -> _Shared:
+        """The plan cuts parts of the size asked for; where it guessed wrong, shards are at most twice that."""
+        shard_bytes = 2 * self._blueprint.settings.shard_bytes
+        return {"part": part.index, "build": self._blueprint.identity, "shard_bytes": shard_bytes}
+
+    def _rest(self, part: BuildPart, cursor: Any) -> tuple[PartCounts, Iterator[InputItem]]:
+        """What finished shards hold already, and the items behind it."""
+        tally = PartCounts() if cursor is None else PartCounts.decode(cursor)
+        return tally, islice(self._items(part), tally.num_items, None)
+
+    def _items(self, part: BuildPart) -> Iterator[InputItem]:
+        blueprint = self._blueprint
+        for span in part_ranges(part, blueprint.extents):
+            given = blueprint.inputs[span.input]
+            files = blueprint.input_folders[given.root]
+            yield from read_range(given, files, span, self._wish, partial(self._store, span.input), self._on_bytes)
+
+    def _open_store(self, number: int) -> Records:
+        given: BuildInput = self._blueprint.inputs[number]
+        return open_input_store(given, self._blueprint.input_folders[given.root], self._blueprint.index_folder)
+
+    def _write_records(self, writer: RecordShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
+        for item in items:
+            if item.reason:
+                self._leave_out(tally, item, item.reason)
+                continue
+            tally.num_items += 1
+            try:
+                writer.append(item.value, cursor=tally.encode())
+            except BadRecordError as error:
+                tally.num_items -= 1
+                self._leave_out(tally, item, error.what)
+
+    def _write_tokens(self, writer: TokenShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
+        assert self._encoder is not None
+        batch = _Batch(writer, self._encoder)
+        for item in items:
+            if item.reason:
+                self._leave_out(tally, item, item.reason)
+                continue
+            tally.num_items += 1
+            tally.text_bytes += len(item.value)
+            batch.add(item.value, tally.encode())
+        batch.flush()
+
+    def _leave_out(self, tally: PartCounts, item: InputItem, reason: str) -> None:
+        """A bad item stops the build, or is counted."""
+        skipped = SkippedRecord(item.file, item.offset, item.unit, reason)
+        if self._blueprint.settings.on_bad == "stop":
+            raise BadRecordError(
+                str(skipped), "Mend or remove it, or leave such records out with --on-bad skip --overwrite."
+            )
+        tally.skip(skipped)
+
+
+class _Batch:
+    """Documents that are encoded together: a call of a tokenizer for each would cost more than the encoding."""
+
+    def __init__(self, writer: TokenShardWriter, encoder: TokenEncoder) -> None:
+        self._writer, self._encoder = writer, encoder
+        self._texts: list[bytes] = []
+        self._cursors: list[Any] = []
+        self._num_bytes = 0
+
+    def add(self, text: bytes, cursor: Any) -> None:
+        if len(text) >= _BATCH_BYTES:  # a large one goes alone, so that it is not copied
+            self.flush()
+        self._texts.append(text)
+        self._cursors.append(cursor)
+        self._num_bytes += len(text)
+        if self._num_bytes >= _BATCH_BYTES or len(self._texts) >= _BATCH_ITEMS:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._texts:
+            return
+        encoded = self._encoder.encode(self._texts)
+        ends = list(accumulate(encoded.lengths.tolist()))
+        for first, last, cursor in zip([0, *ends[:-1]], ends, self._cursors, strict=True):
+            self._writer.append(encoded.tokens[first:last], cursor=cursor)
+        self._texts, self._cursors, self._num_bytes = [], [], 0

@@ -1,0 +1,20 @@
+"""How does a build read formats that are read where they lie?
+
+Invariant: their indexes, where they need one, go into a folder of the build's own: inputs are left as they are.
+"""
+
+from __future__ import annotations
+
+from closeranks.core.errors import DataError
+from closeranks.data.building.readers.input_files import BuildInput
+from closeranks.data.dataset_protocol import Records
+from closeranks.data.files.protocol import Files
+from closeranks.data.formats.open import open_records
+from closeranks.data.formats.record_index.saved_index import IndexLocation
+
+
+def open_input_store(given: BuildInput, files: Files, index_folder: str) -> Records:
+    if given.kind == "megatron":
+        fix = "Train on it where it lies: data.name = 'tokens'."
+        raise DataError(f"'{files.url}' holds token ids already", fix)
+    return open_records(files, given.kind, IndexLocation(index_folder))

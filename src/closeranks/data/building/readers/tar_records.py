@@ -1,0 +1,50 @@
+"""Which records does a compressed tar hold, read from front to back?
+
+By WebDataset's rule, as ``formats.webdataset`` reads those that are not compressed: neighbouring members whose names
+agree up to the first dot of the last part are one record, and what follows the dot names the field. Invariant: nothing
+is unpacked to the disk and nothing is unpickled; values are the members' bytes.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from closeranks.core.errors import DataError
+from closeranks.data.formats.records.tar_members import split_name
+
+
+@dataclass(slots=True)
+class TarRecord:
+    """One record."""
+
+    offset: int
+    """Of its first header, in the tar as it is without compression."""
+    record: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    """Why it cannot be used."""
+
+
+def read_tar_records(content: BinaryIO, shown: str) -> Iterator[TarRecord]:
+    member = TarRecord(0)
+    try:
+        with tarfile.open(fileobj=content, mode="r|") as archive:
+            for info in archive:
+                names = split_name(info.name)
+                stream = archive.extractfile(info) if names is not None and info.isfile() else None
+                if names is None or stream is None:
+                    continue
+                key, name = names
+                if key != member.record.get("__key__"):
+                    if member.record:
+                        yield member
+                    member = TarRecord(info.offset, {"__key__": key})
+                if name in member.record:
+                    member.reason = f"record '{key}' has two members '{name}'"
+                member.record[name] = stream.read()
+    except tarfile.TarError as error:
+        raise DataError(f"'{shown}' is no tar archive, or damaged: {error}", "Fetch it anew.") from error
+    if member.record:
+        yield member

@@ -1,0 +1,135 @@
+"""How do the pieces of a file become a whole one in the cache?
+
+Invariant: a part that was filled has the size and, where it is known, the digest that it should have, and is on the
+disk: it got its size before its bytes, so after a power cut one that is not would look whole and hold zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.data.files.cache_errors import digest_mismatch_error, incomplete_error, is_disk_full, stalled_error
+
+PIECE_CACHED = declare_failpoint("piece cached", "a file from far away lies in the cache in part")
+_READ_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFileVersion:
+    """A file far away, in one version."""
+
+    url: str
+    num_bytes: int
+    version: str
+    digest: str = ""
+    """BLAKE3 of the whole, hexadecimal; empty where nobody knows it."""
+
+    @property
+    def key(self) -> str:
+        mark = hashlib.sha256(f"{self.url}\0{self.version}\0{self.num_bytes}".encode()).hexdigest()[:32]
+        return f"{mark}-{re.sub(r'[^A-Za-z0-9._-]', '_', self.url.rpartition('/')[2])[-80:]}"
+
+
+def write_cached_file(
+    fd: int, item: RemoteFileVersion, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]
+) -> None:
+    """``make_free`` is asked for so many bytes when the disk is full, and says whether it could give any."""
+    check = _Check(item)
+    with closing(pieces):
+        for data in pieces:
+            if check.num_bytes + len(data) > item.num_bytes:
+                raise incomplete_error(item.url, item.num_bytes, check.num_bytes + len(data))
+            _write(fd, data, check.num_bytes, make_free)
+            check.add(data)
+            failpoint(PIECE_CACHED)
+    check.finish()
+    _until_room(partial(os.fdatasync, fd), item.num_bytes, make_free)
+
+
+def is_sound(fd: int, item: RemoteFileVersion) -> bool:
+    """Whether a cached file still is what it was. Reads all of it where its digest is known."""
+    if os.fstat(fd).st_size != item.num_bytes:
+        return False
+    if not item.digest:
+        return True
+    from blake3 import blake3
+
+    found = blake3()
+    for start in range(0, item.num_bytes, _READ_BYTES):
+        found.update(os.pread(fd, _READ_BYTES, start))
+    return found.hexdigest() == item.digest
+
+
+class _Check:
+    """Counts, and digests where somebody knows what should come out."""
+
+    def __init__(self, item: RemoteFileVersion) -> None:
+        self._item = item
+        self.num_bytes = 0
+        self._found = None
+        if item.digest:
+            from blake3 import blake3
+
+            self._found = blake3()
+
+    def add(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        if self._found is not None:
+            self._found.update(data)
+
+    def finish(self) -> None:
+        if self.num_bytes != self._item.num_bytes:
+            raise incomplete_error(self._item.url, self._item.num_bytes, self.num_bytes)
+        if self._found is not None and self._found.hexdigest() != self._item.digest:
+            raise digest_mismatch_error(self._item.url)
+
+
+def _write(fd: int, data: bytes, start: int, make_free: Callable[[int], bool]) -> None:
+    rest = memoryview(data)
+    while rest:
+        done = _until_room(partial(os.pwrite, fd, rest, start), len(rest), make_free)
+        rest, start = rest[done:], start + done
+
+
+def _until_room(act: Callable[[], T], num_bytes: int, make_free: Callable[[int], bool]) -> T:
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if not is_disk_full(error) or not make_free(num_bytes):
+                raise
+
+
+class StallDetector:
+    """Watches another process that fetches a file; its size says nothing, it is the final one from the start."""
+
+    def __init__(self, path: Path, url: str, stall_s: float) -> None:
+        self._path = path
+        self._url = url
+        self._stall_s = stall_s
+        self._seen: tuple[int, int, int] | None = None
+        self._since = time.monotonic()
+
+    def check(self) -> None:
+        """``DataError`` once nothing has moved for too long."""
+        now = time.monotonic()
+        try:
+            stat = self._path.stat()
+            seen = (stat.st_ino, stat.st_mtime_ns, stat.st_blocks)
+        except FileNotFoundError:
+            seen = None
+        if seen != self._seen or seen is None:
+            self._seen, self._since = seen, now
+        elif now - self._since > self._stall_s:
+            raise stalled_error(self._url, self._path, now - self._since)

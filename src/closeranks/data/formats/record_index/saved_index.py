@@ -1,0 +1,258 @@
+"""How does a format that has no index get one, once for all processes of a host?
+
+``saved_index`` opens the index of some files, or builds and saves it. It lies in ``IndexPlace.folder``, else in
+``.closeranks-index/`` beside local data if that can be written, else under the cache; the folder may be removed at any
+time. Invariants: of the processes of a host that need the same index one builds it while the others wait, for as long
+as it makes progress; an index appears under its name whole or not at all, so that a killed builder leaves nothing that
+counts; one that is stale (a file changed), torn or damaged is built again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import TypeAlias
+
+from blake3 import blake3
+
+from closeranks.core.errors import DataError
+from closeranks.data.files.protocol import FileInfo, Files
+from closeranks.data.formats.record_index.index_file import VERSION, Array, Arrays, IndexKey, MappedIndex, UnsoundIndex
+from closeranks.data.formats.record_index.index_file import read_index as _read
+from closeranks.data.formats.record_index.index_file import write_index as _write
+from closeranks.storage.disk import fsync_folder, make_folder
+
+__all__ = ["Array", "Arrays", "IndexLocation", "MappedIndex", "Progress", "saved_index"]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called by a builder now and then, cheap: bytes done, bytes in all."""
+
+FOLDER = ".closeranks-index"
+DEFAULT_CACHE = "~/.cache/closeranks/data"
+_NOTE_BYTES = 512
+"""Written over at once: cut and written anew, a note could be looked at in between every time."""
+_NO_SETTINGS: Mapping[str, str | int] = MappingProxyType({})
+_QUIET_S = 3.0
+_NOTE_EVERY_S = 1.0
+_LOG_EVERY_S = 15.0
+_POLL_S = 0.05
+_NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL))
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLocation:
+    """Where indexes are kept."""
+
+    folder: str = ""
+    """Empty: beside the data, else under ``cache``."""
+    cache: str = ""
+    """Empty: ``~/.cache/closeranks/data``."""
+    timeout_s: float = 600.0
+    """How long to wait for a builder in another process that makes no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    folder: Path
+    path: Path
+
+
+def saved_index(
+    place: IndexLocation,
+    files: Files,
+    infos: Sequence[FileInfo],
+    kind: str,
+    build: Callable[[Progress], Arrays],
+    settings: Mapping[str, str | int] = _NO_SETTINGS,
+) -> MappedIndex:
+    """The arrays that ``build`` returned for these files, now or earlier, mapped read-only. ``kind`` is a word of
+    letters, digits and dashes; a builder that changes what it returns changes ``settings`` (a version number, say)."""
+    subject = IndexKey(kind, settings, infos)
+    candidates = _candidates(place, files, subject)
+    for candidate in candidates:
+        if (index := _opened(candidate, subject)) is not None:
+            return index
+    refusals = []
+    for number, candidate in enumerate(candidates):
+        try:
+            make_folder(candidate.folder)
+            with _alone(candidate, files.url, place.timeout_s) as note:
+                index = _opened(candidate, subject)
+                return (
+                    _built(candidates[number:], subject, build, _Report(files, infos, note)) if index is None else index
+                )
+        except OSError as error:
+            refusals.append(_Refusal(candidate.folder, error))
+    raise _unsaved(files.url, refusals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    folder: Path
+    error: OSError
+
+    def __str__(self) -> str:
+        return f"'{self.folder}' ({self.error.strerror or self.error})"
+
+
+def _unsaved(url: str, refusals: Sequence[_Refusal]) -> DataError:
+    return DataError(
+        f"the index of '{url}' cannot be saved in {' nor in '.join(map(str, refusals))}",
+        "Make one of them a folder that can be written and has room, or let a job name another (data.index).",
+    )
+
+
+def _candidates(place: IndexLocation, files: Files, subject: IndexKey) -> list[_Candidate]:
+    if place.folder:
+        return [_candidate(Path(place.folder).expanduser(), subject, files.url)]
+    cache = Path(place.cache or DEFAULT_CACHE).expanduser() / "index"
+    found = [_candidate(cache, subject, files.url)]
+    if files.is_local and subject.files:
+        # Beside the data the name does not depend on where that is, so that a folder can be moved with its index.
+        found.insert(0, _candidate(_root(files, subject.files[0].name) / FOLDER, subject, ""))
+    return found
+
+
+def _candidate(folder: Path, subject: IndexKey, url: str) -> _Candidate:
+    """Names but not sizes and versions make the file's name: the index of changed files takes the old one's place."""
+    digest = blake3(f"{subject.kind}\0{url}\0{sorted(subject.settings.items())}\n".encode(errors="surrogateescape"))
+    for info in subject.files:
+        digest.update(f"{info.name}\n".encode(errors="surrogateescape"))
+    return _Candidate(folder, folder / f"{subject.kind}-{digest.hexdigest(8)}.v{VERSION}")
+
+
+def _root(files: Files, name: str) -> Path:
+    with files.local_path(name) as path:
+        return path.absolute().parents[len(PurePosixPath(name).parts) - 1]
+
+
+def _opened(candidate: _Candidate, subject: IndexKey) -> MappedIndex | None:
+    try:
+        return _read(candidate.path, subject)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (UnsoundIndex, OSError) as error:
+        _log.info("index %s is built again: %s", candidate.path, error)
+        return None
+
+
+def _built(
+    candidates: Sequence[_Candidate], subject: IndexKey, build: Callable[[Progress], Arrays], report: _Report
+) -> MappedIndex:
+    """The work is done once: where the first place has no room, the others are tried with the same arrays."""
+    arrays = report.follow(build)
+    refusals = []
+    for candidate in candidates:
+        try:
+            return _saved(candidate, subject, arrays)
+        except OSError as error:
+            refusals.append(_Refusal(candidate.folder, error))
+            _log.warning("the index does not go into %s", refusals[-1])
+    raise _unsaved(report.url, refusals)
+
+
+def _saved(candidate: _Candidate, subject: IndexKey, arrays: Arrays) -> MappedIndex:
+    make_folder(candidate.folder)
+    aside = candidate.path.with_name(f".{candidate.path.name}.{secrets.token_hex(6)}.aside")
+    try:
+        _write(aside, subject, arrays)
+        try:
+            _read(aside, subject, in_full=True)
+        except UnsoundIndex as error:
+            raise OSError(errno.EIO, f"what was written there does not read back: {error}") from error
+        os.replace(aside, candidate.path)
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_folder(candidate.folder)
+    return _read(candidate.path, subject)
+
+
+@contextmanager
+def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Callable[[str], None]]:
+    """Hold the kernel's lock for this index (gone with the process that holds it); what it yields leaves a note in the
+    lock's file for those who wait. On file systems without locks two may build, and one of the two renames lasts."""
+    lock = candidate.path.with_name(f".{candidate.path.name}.lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if _wait(fd, url, patience_s):
+            for left in candidate.folder.glob(f".{candidate.path.name}.*.aside"):
+                left.unlink(missing_ok=True)  # of a builder that was killed: nobody else is here
+
+        def note(text: str) -> None:
+            with suppress(OSError):  # a full disk must not end the work for a note's sake
+                os.pwrite(fd, text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
+
+        yield note
+    finally:
+        os.close(fd)
+
+
+def _wait(fd: int, url: str, patience_s: float) -> bool:
+    """Whether the lock could be taken; False where the file system has none."""
+    last_note = ""
+    last_heard = started = time.monotonic()
+    is_told = False
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            found = os.pread(fd, _NOTE_BYTES, 0).decode(errors="replace").strip()
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        now = time.monotonic()
+        if found != last_note:
+            last_note, last_heard = found, now
+        if now - last_heard > patience_s:
+            holder = last_note or "another process"
+            raise DataError(
+                f"the index of '{url}' is being built by {holder}, which made no progress for {patience_s:.0f} s",
+                "Stop that process, or let a job name another folder (data.index).",
+            )
+        if not is_told and now - started > _QUIET_S:
+            _log.warning("waiting for the index of %s, built by %s", url, last_note or "another process")
+            is_told = True
+        time.sleep(_POLL_S)
+
+
+class _Report:
+    """A builder's progress, for the log and for those who wait."""
+
+    def __init__(self, files: Files, infos: Sequence[FileInfo], note: Callable[[str], None]) -> None:
+        self._files, self.url = files, files.url
+        self._names = [info.name for info in infos]
+        self._note = note
+        self._who = f"process {os.getpid()} on {socket.gethostname()}"
+        self._started = self._noted = self._logged = time.monotonic()
+
+    def follow(self, build: Callable[[Progress], Arrays]) -> Arrays:
+        self._note(self._who)
+        self._files.prefetch(self._names)  # the next file comes while one is looked at
+        try:
+            return build(self)
+        except OSError as error:  # of the data: those of the index's own folder are answered by another folder
+            raise DataError(f"'{self.url}' cannot be indexed: {error}") from error
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        share = f"{100 * done / max(total, 1):.0f}% of {total / 2**20:.0f} MiB"
+        if now - self._noted >= _NOTE_EVERY_S:
+            self._noted = now
+            self._note(f"{self._who} ({share}, {done} bytes)")
+        waited = _QUIET_S if self._logged == self._started else _LOG_EVERY_S
+        if now - self._logged >= waited:
+            self._logged = now
+            _log.warning("indexing %s: %s", self.url, share)

@@ -1,0 +1,152 @@
+"""How do batches reach the step before it asks for them?
+
+A background thread, or processes of this rank, read whole steps ahead, within bounds. Invariants: steps come out in
+order, none is lost and none is made up, whoever reads; a reader that fails is raised by the ``take`` of its step, one
+that dies by the next, and by every one after it.
+
+Call sequence, by the loop: ``start(step)``, ``take(step)``, ``take(step + 1)``, ..., ``close()``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from closeranks.core.errors import CloseranksError
+from closeranks.core.protocols import DataSource
+from closeranks.data.loading.batch_reader import BatchReader, LoadedBatch, ReadPlan
+from closeranks.data.loading.device_transfer import DeviceTransfer
+from closeranks.data.loading.fork_server_client import ForkServerClient
+from closeranks.data.loading.prefetch_thread import PrefetchThread
+from closeranks.data.loading.quarantine import Quarantine
+from closeranks.data.loading.read_settings import ReadSettings
+from closeranks.data.loading.sample_reader import length_changed_error
+from closeranks.data.loading.worker_pool import LoaderWorkerPool
+from closeranks.data.sampling.order import BatchSchedule, MicroBatch, SampleOrder
+from closeranks.data.source import as_loader_source
+from closeranks.data.timing import StageTimes
+
+
+class Loader:
+    """This rank's batches, step by step, on its device."""
+
+    def __init__(
+        self,
+        source: DataSource,
+        order: SampleOrder,
+        schedule: BatchSchedule,
+        *,
+        data_rank: int = 0,
+        data_size: int = 1,
+        device: torch.device | None = None,
+        settings: ReadSettings | None = None,
+        even: bool = False,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """What stands in ``quarantine`` when ``start`` is called is not read; what is found bad is told by ``take``
+        and added by the loop."""
+        if order.num_samples != schedule.num_samples:
+            raise length_changed_error(schedule.num_samples, order.num_samples, as_loader_source(source).identity)
+        self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
+        self._quarantine = quarantine
+        self._placing = DeviceTransfer(device)
+        self._next: int | None = None
+        self._nursery: ForkServerClient | None = None
+        self._crew: LoaderWorkerPool | None = None
+        self._reader: BatchReader | None = None
+        self._ahead: PrefetchThread | None = None
+        self._load: Callable[[int], list[LoadedBatch]] | None = None
+        self._failure: CloseranksError | None = None
+        self.wait_s = 0.0
+        """How long ``take`` has waited for reading, over the life of the loader."""
+        self.last_times = StageTimes()
+        """What reading the step that was taken last came to, added up over whoever read it."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many micro-batches of a step each replica takes; empty: all alike."""
+        return self._plan.shares
+
+    def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step."""
+        return self._plan.assigned(step)
+
+    def set_shares(self, shares: tuple[int, ...]) -> None:
+        """From here on, by these shares. What was read ahead by others is read again."""
+        before, self._plan = self._plan.shares, replace(self._plan, shares=shares)
+        if self._next is not None and shares != before:
+            self.start(self._next)
+
+    def start(self, step: int) -> None:
+        """Stand before ``step`` and begin to read ahead from there. With processes, call it from a thread that lives
+        as long as the loader."""
+        self._stop()
+        self._next, self._failure = step, None
+        known = {} if self._quarantine is None else self._quarantine.by_sample()
+        plan, settings = replace(self._plan, known=known), self._plan.settings
+        steps = range(step, plan.schedule.num_steps)
+        if not steps:
+            return
+        if settings.workers:
+            self._crew = LoaderWorkerPool(plan, step, self._nursery_now())
+            load = self._crew.read
+        else:
+            self._reader = BatchReader(plan, step)
+            load = self._reader.read
+        self._load = self._placing.with_pinning(load)
+        if settings.prefetch and not (settings.workers and not self._placing.is_cuda):
+            depth = 1 if settings.workers else settings.prefetch  # processes read ahead themselves; a thread pins
+            self._ahead = PrefetchThread(self._load, steps, depth, plan.source.identity)
+
+    def take(self, step: int) -> list[LoadedBatch]:
+        """This rank's micro-batches of ``step``, on the device; an empty list where it has none."""
+        if step != self._next or step >= self._plan.schedule.num_steps:
+            place = "is not started" if self._next is None else f"stands before step {self._next}"
+            raise ValueError(f"take({step}), but the loader {place} of {self._plan.schedule.num_steps}")
+        if self._failure is not None:
+            raise self._failure
+        assert self._load is not None
+        began = time.perf_counter()
+        try:
+            loaded = self._load(step) if self._ahead is None else self._ahead.take()
+        except CloseranksError as error:
+            self._failure = error
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - began
+        self._next = step + 1
+        self.last_times = sum((one.times for one in loaded), StageTimes())
+        return self._placing.to_device(loaded)
+
+    def close(self) -> None:
+        """Stop reading ahead; threads and processes are gone when this returns, within seconds. Safe to call twice;
+        ``start`` opens the loader again."""
+        nursery, self._nursery = self._nursery, None
+        self._stop(nursery)
+
+    def _stop(self, nursery: ForkServerClient | None = None) -> None:
+        """Whoever reads leaves; so does the nursery, where it is given: else another start need not wait for it."""
+        self._next = self._load = None
+        crew, self._crew = self._crew, None
+        ahead, self._ahead = self._ahead, None
+        reader, self._reader = self._reader, None
+        if crew is not None:
+            crew.stop()
+        if ahead is not None:
+            ahead.close()
+        if nursery is not None:
+            nursery.close()
+        if crew is not None:
+            crew.close()
+        if reader is not None and not (ahead and ahead.is_alive):
+            reader.source.close()
+
+    def _nursery_now(self) -> ForkServerClient:
+        if self._nursery is not None and not self._nursery.is_alive:
+            self._nursery.close()
+            self._nursery = None
+        self._nursery = self._nursery or ForkServerClient()
+        return self._nursery
