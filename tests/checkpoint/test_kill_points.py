@@ -26,7 +26,7 @@ from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.core.pieces import Piece
 from closeranks.storage.lease import LeaseTimes
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.remote import RemoteStorage
+from closeranks.storage.object_store.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.saving import kinds, memfd, order, save, settings
 from tests.storage import servers

@@ -19,8 +19,8 @@ from closeranks.checkpoint.save import save_tiers as writing
 from closeranks.checkpoint.save.save_task import SaveReport
 from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.patience import RetryPolicy
-from closeranks.storage.remote import RemoteStorage
+from closeranks.storage.object_store.remote import RemoteStorage
+from closeranks.storage.object_store.retry import RetryPolicy
 from tests.checkpoint import saving
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, save, settings
 from tests.storage import servers

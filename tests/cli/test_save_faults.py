@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint.load.resharding_reader import open_newest
-from closeranks.storage.remote import RemoteStorage
+from closeranks.storage.object_store.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.checkpoint.test_write_faults import _FIFREEZE, _FITHAW, disk
 from tests.cli.commands import ROOT, started, wait_for_line
@@ -39,7 +39,7 @@ from closeranks.core.faults import FAILPOINTS as POINTS
 import closeranks.checkpoint.save.writer_process
 import closeranks.storage.local
 written = list(POINTS)
-import closeranks.storage.remote
+import closeranks.storage.object_store.remote
 stored = [label for label in POINTS if label not in written]
 import closeranks.checkpoint.save.saver
 taken = [label for label in POINTS if label not in written + stored]

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.storage.download import RANGE_BYTES
 from closeranks.storage.lease import InUseError, LeaseTimes
 from closeranks.storage.local import LocalStorage
-from closeranks.storage.patience import RetryPolicy
+from closeranks.storage.object_store.download import RANGE_BYTES
+from closeranks.storage.object_store.remote import RemoteStorage
+from closeranks.storage.object_store.retry import RetryPolicy
 from closeranks.storage.protocol import (
     ChangedError,
     DeniedError,
@@ -22,7 +23,6 @@ from closeranks.storage.protocol import (
     Storage,
     StorageError,
 )
-from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
 
 PART = 256 << 10

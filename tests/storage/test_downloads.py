@@ -13,10 +13,10 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from closeranks.storage.download import NUM_STREAMS, RANGE_BYTES
 from closeranks.storage.listing import list_disk, version_of
+from closeranks.storage.object_store.download import NUM_STREAMS, RANGE_BYTES
+from closeranks.storage.object_store.remote import RemoteStorage
 from closeranks.storage.protocol import ChangedError, DeniedError, MissingError, StoppedError, StorageError
-from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
 from tests.storage.proxy import ANSWER, Rule, Standing, pausing
 from tests.storage.servers import Server

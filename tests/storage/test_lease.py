@@ -17,8 +17,8 @@ import pytest
 from closeranks.checkpoint.save.save_task import SaveReport
 from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.storage.lease import Lease, LeaseTimes, decode, own_lease, release_all
+from closeranks.storage.object_store.remote import RemoteStorage
 from closeranks.storage.protocol import DeniedError, StorageError
-from closeranks.storage.remote import RemoteStorage
 from tests.checkpoint import saving
 from tests.storage import servers
 

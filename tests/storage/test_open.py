@@ -9,7 +9,7 @@ import pytest
 from fsspec.registry import _registry
 
 from closeranks.core.errors import SetupError
-from closeranks.storage.connection import connect
+from closeranks.storage.object_store.connection import connect
 from closeranks.storage.open import open_storage
 
 

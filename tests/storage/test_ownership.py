@@ -16,9 +16,9 @@ import pytest
 
 from closeranks.storage.lease import InUseError, Lease, LeaseTimes, StaleListingError, own_lease
 from closeranks.storage.local import LocalStorage
+from closeranks.storage.object_store.remote import RemoteStorage
 from closeranks.storage.ownership import hold_folder
 from closeranks.storage.protocol import StorageError
-from closeranks.storage.remote import RemoteStorage
 
 TERMS = LeaseTimes(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.storage.failures import UnknownUploadError
-from closeranks.storage.multipart import NUM_STREAMS
+from closeranks.storage.errors import UnknownUploadError
+from closeranks.storage.object_store.multipart import NUM_STREAMS
+from closeranks.storage.object_store.remote import RemoteStorage
 from closeranks.storage.protocol import DeniedError, ExistsError, MissingError, Storage, StorageError
-from closeranks.storage.remote import RemoteStorage
 from tests.storage import servers
 from tests.storage.proxy import Rule, Standing
 from tests.storage.servers import Server
@@ -264,7 +264,7 @@ def test_the_environment_names_the_endpoint_and_the_process_ends_soon(rclone: Se
 @pytest.mark.parametrize("label", ["part sent", "parts sent", "upload complete", "document put"])
 def test_a_killed_upload_is_not_there_and_swept_away(rclone: Server, prefix: str, label: str) -> None:
     script = f"""
-from closeranks.storage.remote import RemoteStorage
+from closeranks.storage.object_store.remote import RemoteStorage
 storage = RemoteStorage("s3://{prefix}", part_bytes={PART})
 sink = storage.create("data", {len(DATA)})
 sink.write(bytes({len(DATA)}))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.storage.failures import disk_error
+from closeranks.storage.errors import disk_error
 from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.regular_file import regular_stat
-from closeranks.storage.connection import FsspecConnection
-from closeranks.storage.failures import disk_error
+from closeranks.storage.errors import disk_error
 from closeranks.storage.names import check_name, is_visible
+from closeranks.storage.object_store.connection import FsspecConnection
 from closeranks.storage.protocol import FileEntry, MissingError, StorageError
 
 Ask = Callable[[Callable[[], Any], str, str], Any]

@@ -30,7 +30,7 @@ from closeranks.storage.disk import (
     read_range,
     write_all,
 )
-from closeranks.storage.failures import disk_error
+from closeranks.storage.errors import disk_error
 from closeranks.storage.lease import LeaseTimes, own_lease
 from closeranks.storage.listing import list_disk
 from closeranks.storage.names import LOCK, check_name, is_visible

@@ -26,6 +26,6 @@ def open_storage(place: str | Path) -> Storage:
             return LocalStorage(Path(text.removeprefix(prefix)))
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
-    from closeranks.storage.remote import RemoteStorage
+    from closeranks.storage.object_store.remote import RemoteStorage
 
     return RemoteStorage(text)

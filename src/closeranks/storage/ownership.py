@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from closeranks.storage.disk import make_folder, read_range
-from closeranks.storage.failures import disk_error
+from closeranks.storage.errors import disk_error
 from closeranks.storage.lease import InUseError, Lease, LeaseTimes, decode, host_id
 from closeranks.storage.names import OWNER
 from closeranks.storage.protocol import Ownership, StorageError

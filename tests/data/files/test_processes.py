@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.data.files.cache_space import CLAIM, FILE, PART, CacheSpace, CacheTimeouts
-from closeranks.storage.download import RANGE_BYTES
+from closeranks.storage.object_store.download import RANGE_BYTES
 from tests.data.files.test_remote import DATA, SIZES, gets, upload
 from tests.storage import servers
 from tests.storage.proxy import Rule, Standing, pausing

@@ -171,7 +171,7 @@ def test_a_place_for_checkpoints_that_cannot_be_locked_stops_nothing(
 def test_auto_is_refused_where_two_runs_would_not_see_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("closeranks.storage.remote.RemoteStorage.names", lambda storage, folder="": [])
+    monkeypatch.setattr("closeranks.storage.object_store.remote.RemoteStorage.names", lambda storage, folder="": [])
     place = f"memory://{tmp_path.name}"
     with (
         pytest.raises(SetupError, match=r"checkpoint\.resume=auto is not safe here: .* does not list"),

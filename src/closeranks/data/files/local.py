@@ -16,7 +16,7 @@ from closeranks.core.errors import DataError
 from closeranks.core.regular_file import read_bytes, regular_stat
 from closeranks.data.files.cache_errors import empty_error, storage_error
 from closeranks.data.files.protocol import FileInfo
-from closeranks.storage.failures import disk_error
+from closeranks.storage.errors import disk_error
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.names import check_name
 from closeranks.storage.protocol import ChangedError, FileEntry, StorageError

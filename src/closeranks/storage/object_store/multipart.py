@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.storage.failures import UnknownUploadError
-from closeranks.storage.patience import RetryCount, RetryPolicy, retry
+from closeranks.storage.errors import UnknownUploadError
+from closeranks.storage.object_store.retry import RetryCount, RetryPolicy, retry
 from closeranks.storage.protocol import Bytes, MissingError, StorageError
 
 PART_BYTES = 16 << 20

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from closeranks.storage.connection import FsspecConnection
 from closeranks.storage.listing import version_of
-from closeranks.storage.patience import RetryPolicy, retry
+from closeranks.storage.object_store.connection import FsspecConnection
+from closeranks.storage.object_store.retry import RetryPolicy, retry
 from closeranks.storage.protocol import ChangedError, FileEntry, StoppedError
 
 RANGE_BYTES = 8 << 20

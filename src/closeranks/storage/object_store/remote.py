@@ -19,13 +19,14 @@ from typing import Any
 
 from closeranks.core.faults import declare_failpoint, failpoint
 from closeranks.storage import lease
-from closeranks.storage.connection import FsspecConnection, connect
-from closeranks.storage.download import DownloadSource, download
-from closeranks.storage.failures import UnknownUploadError
+from closeranks.storage.errors import UnknownUploadError
 from closeranks.storage.listing import list_fsspec, list_s3, to_entry
-from closeranks.storage.multipart import PART_BYTES, MultipartSink, UploadTarget, content_md5
 from closeranks.storage.names import check_name, is_visible
-from closeranks.storage.patience import RetryPolicy, retry
+from closeranks.storage.object_store.connection import FsspecConnection, connect
+from closeranks.storage.object_store.download import DownloadSource, download
+from closeranks.storage.object_store.multipart import PART_BYTES, MultipartSink, UploadTarget, content_md5
+from closeranks.storage.object_store.retry import RetryPolicy, retry
+from closeranks.storage.object_store.stream import StreamSink
 from closeranks.storage.protocol import (
     Bytes,
     ExistsError,
@@ -35,7 +36,6 @@ from closeranks.storage.protocol import (
     StorageError,
     StorageSink,
 )
-from closeranks.storage.stream import StreamSink
 
 _LOG = logging.getLogger(__name__)
 PUT = declare_failpoint("document put", "a document is in an object store")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3fs.errors import translate_boto_error
 
-from closeranks.storage.failures import UnknownUploadError, disk_error, is_transient, store_error
-from closeranks.storage.multipart import part_size
-from closeranks.storage.patience import RetryPolicy, retry
+from closeranks.storage.errors import UnknownUploadError, disk_error, is_transient, store_error
+from closeranks.storage.object_store.multipart import part_size
+from closeranks.storage.object_store.retry import RetryPolicy, retry
 from closeranks.storage.protocol import (
     DeniedError,
     ExistsError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from closeranks.storage.failures import store_error
+from closeranks.storage.errors import store_error
 from closeranks.storage.protocol import Bytes, StorageError
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from closeranks.storage.failures import is_transient, store_error
+from closeranks.storage.errors import is_transient, store_error
 from closeranks.storage.protocol import StorageError
 
 _LOG = logging.getLogger(__name__)
