@@ -99,7 +99,7 @@ def train(row: Row, seed: int, epochs: float, *, noise_every: int = 0) -> tuple[
     from closeranks.core.events import NoiseSeen
     from closeranks.run.job.job import load_job
     from closeranks.run.loop import train_job
-    from closeranks.telemetry.recorder import read_events
+    from closeranks.telemetry.run_log.recorder import read_events
 
     job = load_job(None, extra=_tables(row, seed, epochs, noise_every)).value
     with tempfile.TemporaryDirectory(prefix="closeranks-large-batch-") as folder:

@@ -51,7 +51,7 @@ def step_seconds(batch: int, micro_batch: int | None, num_steps: int) -> tuple[i
     from closeranks.core.events import StepDone
     from closeranks.run.job.job import load_job, micro_batch_size
     from closeranks.run.loop import train_job
-    from closeranks.telemetry.recorder import read_events
+    from closeranks.telemetry.run_log.recorder import read_events
 
     train = {"steps": num_steps, "global_batch": batch, **({"micro_batch": micro_batch} if micro_batch else {})}
     tables = {

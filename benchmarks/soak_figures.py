@@ -20,7 +20,7 @@ from soak_watch import Sample
 
 from closeranks.core.events import SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.telemetry.faults import RunFault, TimedEvent, fault_history
+from closeranks.telemetry.run_log.fault_history import RunFault, TimedEvent, fault_history
 
 _SETTLE_S = 2.0
 """At the begin of a calm, what does not count: a fault of the storm may still be on its last step."""

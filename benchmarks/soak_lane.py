@@ -30,7 +30,7 @@ from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.observed_run import step_of
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _FIRST_STEPS = 5
 """The clock begins when these are done: what they take is no rate."""

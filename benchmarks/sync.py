@@ -26,7 +26,7 @@ from closeranks.cli.compare.table import RunStat, SettingRow
 from closeranks.core.errors import UserError
 from closeranks.facts.collectives import inter_host_bytes
 from closeranks.facts.rounds import Topology
-from closeranks.telemetry.history import load_history
+from closeranks.telemetry.run_log.run_history import load_history
 from hosts import require_hosts
 
 PARTS = {

@@ -17,7 +17,7 @@ from soak_watch import Sample
 
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.telemetry.faults import TimedEvent
+from closeranks.telemetry.run_log.fault_history import TimedEvent
 from tests.benchmarks.scripts import run_script
 
 BEGAN_AT = 1000.0

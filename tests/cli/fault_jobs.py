@@ -8,7 +8,7 @@ from typing import Any
 
 from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.events import Saved, SaveFailed, StepDone
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import IMPORTABLE, Done, closeranks
 from tests.run.small import of_kind
 

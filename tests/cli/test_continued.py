@@ -12,7 +12,7 @@ import pytest
 
 from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.core.events import RunStarted, StepDone
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.sample_log import read_samples
 from tests.cli.commands import closeranks
 from tests.cli.fault_jobs import IMPORTABLE
 from tests.cli.own_numbers import JOB

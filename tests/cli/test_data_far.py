@@ -13,7 +13,7 @@ import pytest
 from closeranks.core.events import StepDone
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.writer import TokenShardWriter
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import Done, closeranks
 from tests.cli.test_data_runs import job
 from tests.data.files.test_remote import gets, upload

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from closeranks.core.events import RunEnded, StepDone, Warned
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import closeranks, mark, marked_processes
 from tests.cli.fault_hooks import STAND_AT
 from tests.cli.fault_jobs import IMPORTABLE, course, hook

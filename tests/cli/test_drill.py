@@ -13,7 +13,7 @@ from closeranks.cli.drills.verdicts import DrillResult, FaultResult, fault_resul
 from closeranks.core.events import Event, RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
-from closeranks.telemetry.faults import TimedEvent
+from closeranks.telemetry.run_log.fault_history import TimedEvent
 from tests.cli.calling import call
 from tests.cli.commands import closeranks
 from tests.cli.fault_jobs import IMPORTABLE, hook, write_job

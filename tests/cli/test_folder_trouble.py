@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import RanksClosed, StepDone
-from closeranks.telemetry.recorder import read_events
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.recorder import read_events
+from closeranks.telemetry.run_log.sample_log import read_samples
 from tests.checkpoint.test_write_faults import tmpfs
 from tests.cli.fault_hooks import TROUBLE, Troubled
 from tests.cli.fault_jobs import STEPS, Course, course, go, hook

@@ -24,7 +24,7 @@ from closeranks.run.job.job import load_job
 from closeranks.run.loop import train_job
 from closeranks.run.sample import sample
 from closeranks.run.state.resume import load_initial_state
-from closeranks.telemetry.report import write_report
+from closeranks.telemetry.reports.report import write_report
 from tests.checkpoint.forging import seal_text, to_text, variants
 from tests.cli.calling import Said, call
 from tests.cli.ckpt.calling import ckpt

@@ -7,7 +7,7 @@ from closeranks.agent.detection.progress import WorkerPhase, WorkerProgress
 from closeranks.agent.job_view import HostView, JobView, WorkerView
 from closeranks.cli.standing import StatusUpdater
 from closeranks.core.events import RankLost, RanksClosed, RunStarted, Snapshotting, StepDone, Warned
-from closeranks.telemetry.status import RunStatus, read_status
+from closeranks.telemetry.live.status import RunStatus, read_status
 
 
 def view(generation: int = 0, state: str = "running", size: int = 2) -> JobView:

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import RunStarted, StepDone
-from closeranks.telemetry.recorder import EventRecorder
-from closeranks.telemetry.status import RunStatus, StatusEvent, StatusWriter, WorkerStatus, this_process
+from closeranks.telemetry.live.status import RunStatus, StatusEvent, StatusWriter, WorkerStatus, this_process
+from closeranks.telemetry.run_log.recorder import EventRecorder
 from tests.cli.calling import call
 from tests.cli.commands import TINY, closeranks, started, wait_for_line
 
 AGENT = """
 import sys, time
 from pathlib import Path
-from closeranks.telemetry.status import RunStatus, StatusWriter, this_process
+from closeranks.telemetry.live.status import RunStatus, StatusWriter, this_process
 writer = StatusWriter(Path(sys.argv[1]))
 status = {"run": sys.argv[1], "num_steps": 40, "writer": this_process(), "began_at": time.time()}
 for word in sys.stdin:

@@ -19,7 +19,7 @@ from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
 from closeranks.run.job.job import load_job
 from closeranks.run.job.run_folder import choose_folder
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 from tests.faults.strikes import Strikes, decode
 
 

@@ -22,8 +22,8 @@ from closeranks.cli.ckpt.places import pick_checkpoint
 from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
 from closeranks.elastic.faults.disk import mount_problem
-from closeranks.telemetry.samples import SampleLog, read_samples
-from closeranks.telemetry.status import read_status
+from closeranks.telemetry.live.status import read_status
+from closeranks.telemetry.run_log.sample_log import SampleLog, read_samples
 from tests.cli.commands import IMPORTABLE
 from tests.faults.jobs import SHAPES, STEPS, write_job
 from tests.faults.machine import Machine

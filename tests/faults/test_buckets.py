@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import RunStarted
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.faults.harness import Ran, assert_clean, assert_struck, go
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]

@@ -15,7 +15,7 @@ import pytest
 from closeranks.agent.detection.process_probe import ask_children_for_stacks, data_read_location
 from closeranks.core.events import RankLost
 from closeranks.run.state.restore_rescued import find_rescued
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import closeranks
 from tests.cli.fault_jobs import IMPORTABLE
 from tests.faults import deadlocked

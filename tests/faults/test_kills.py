@@ -11,7 +11,7 @@ import pytest
 
 from closeranks.core.events import Restored
 from closeranks.core.faults import FAILPOINTS
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly, sweep
 from tests.faults.conftest import Calm
 from tests.faults.harness import assert_clean, assert_same, assert_struck, bits, go, wait_for_step

@@ -8,7 +8,7 @@ import pytest
 
 from closeranks.core.events import Restored, SaveFailed, SlowRank
 from closeranks.elastic.faults.requirements import unavailable_kinds
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.faults.cases import IMPATIENT, IS_FREEZING, SLOW, order
 from tests.faults.conftest import Calm
 from tests.faults.harness import Ran, assert_same, assert_struck, go

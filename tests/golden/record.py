@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.sample_log import read_samples
 from tests.golden.jobs import GROUPS, STEPS
 from tests.hostile.checks import Tensor, read_state
 

@@ -22,7 +22,7 @@ from closeranks.core.events import StepDone
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
-from closeranks.telemetry.status import read_status
+from closeranks.telemetry.live.status import read_status
 from closeranks.testing import run_world
 from tests.cli.commands import IMPORTABLE, closeranks, started
 from tests.faults.harness import wait_for_step

@@ -18,7 +18,7 @@ import pytest
 from closeranks import Session
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.sample_log import read_samples
 from closeranks.testing import run_world
 from tests.cli.calling import call
 from tests.cli.commands import closeranks

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import RankLost, RanksClosed
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.faults.rows import Row
 from tests.hosts.commands import wait_until_clean
 from tests.hosts.jobs import Site

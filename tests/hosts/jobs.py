@@ -9,8 +9,8 @@ from typing import Any
 
 from closeranks import Hook, Session
 from closeranks.core.events import Event, StepDone
-from closeranks.telemetry.recorder import read_events
-from closeranks.telemetry.status import read_status
+from closeranks.telemetry.live.status import read_status
+from closeranks.telemetry.run_log.recorder import read_events
 from tests.hosts.commands import Command, wait_for
 from tests.hosts.lab import LabHost as Host
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from closeranks.core.events import Event, RunEnded, StepDone
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "examples" / "tiny.toml")

@@ -23,7 +23,7 @@ from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.testing import WorldError, run_world
 from tests.elastic.boxes import make_boxes
 from tests.run import buffered_models

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from closeranks import Hook, Loss, Result, Session
 from closeranks.core.events import Event
 from closeranks.run.loop import run_session
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 
 Tables = dict[str, Any]
 

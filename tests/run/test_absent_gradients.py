@@ -18,7 +18,7 @@ from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
-from closeranks.telemetry.report import write_report
+from closeranks.telemetry.reports.report import write_report
 from closeranks.testing import run_world
 from tests.run.branching_models import STEPS, Branching, tables, torch_alone
 from tests.run.small import of_kind

@@ -12,7 +12,7 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.events import RunStarted
 from closeranks.run.worker import generation_cache as heirloom
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.testing import run_world
 from tests.run.trajectories import Trajectory, alone, trajectory
 

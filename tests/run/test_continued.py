@@ -14,7 +14,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.events import StepDone
 from closeranks.run.job.batch_history import BatchHistory, batch_history_of
 from closeranks.run.job.batch_history_lookup import find_batch_history
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.sample_log import read_samples
 from closeranks.testing import run_world
 from tests.run.saved import SECTIONS, tensors, tree
 from tests.run.small import dataset, of_kind, open_session, train

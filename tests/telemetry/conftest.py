@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Evaluated, RunEnded, RunStarted, Saved, StepDone
-from closeranks.telemetry.recorder import EventRecorder
+from closeranks.telemetry.run_log.recorder import EventRecorder
 
 CPU = RunStarted(
     world_size=2,

@@ -39,8 +39,8 @@ from closeranks.run.job.paths import resolve_existing_paths
 from closeranks.run.job.resize import describe_samples, fault_limits, resize_job
 from closeranks.run.job.run_folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
 from closeranks.run.worker.error_output import print_error, report_turn
-from closeranks.telemetry.progress import ProgressDisplay
-from closeranks.telemetry.recorder import AGENT, EventRecorder
+from closeranks.telemetry.live.progress import ProgressDisplay
+from closeranks.telemetry.run_log.recorder import AGENT, EventRecorder
 
 _STARTED_ELSEWHERE = ("torchrun", "slurm")
 _WARM = "closeranks.run.worker.warmup:warm_up"
@@ -411,7 +411,7 @@ def _write_down(work: _Work, folder: Path, failure: str) -> None:
     """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
     if not work.report:
         return
-    from closeranks.telemetry.pages import write_pages
+    from closeranks.telemetry.reports.pages import write_pages
 
     job_file, overrides = work.command
     tell = Console(soft_wrap=True, highlight=False).print

@@ -22,8 +22,8 @@ def register(app: typer.Typer) -> None:
 
 def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]) -> None:
     from closeranks.core.errors import UserError
-    from closeranks.telemetry.picture import draw_run
-    from closeranks.telemetry.report import write_report
+    from closeranks.telemetry.reports.report import write_report
+    from closeranks.telemetry.reports.run_plot import draw_run
 
     if not (run / "metrics").is_dir():
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")

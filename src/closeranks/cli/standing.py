@@ -27,9 +27,8 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
-from closeranks.telemetry import lines
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.status import (
+from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.live.status import (
     HostStatus,
     RunStatus,
     StatusEvent,
@@ -38,6 +37,7 @@ from closeranks.telemetry.status import (
     resident_bytes,
     this_process,
 )
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from closeranks.agent.job.job_controller import OnTick

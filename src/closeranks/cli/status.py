@@ -14,7 +14,7 @@ from closeranks.cli.terminal import safe_echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from closeranks.telemetry.status import RunStatus, StatusFreshness
+    from closeranks.telemetry.live.status import RunStatus, StatusFreshness
 
 HELP = """Tell how a run stands: its workers and hosts, generation, step and last events.
 
@@ -51,7 +51,7 @@ def status(
 
 def _folder(run: Path | None) -> Path:
     from closeranks.core.errors import UserError
-    from closeranks.telemetry.folder import RunFolder, newest_run
+    from closeranks.telemetry.run_log.run_folder import RunFolder, newest_run
 
     if run is None:
         newest = newest_run(Path("runs"))
@@ -66,7 +66,7 @@ def _folder(run: Path | None) -> Path:
 
 
 def _look(folder: Path) -> tuple[RunStatus, StatusFreshness]:
-    from closeranks.telemetry.status import is_alive, read_status, status_freshness
+    from closeranks.telemetry.live.status import is_alive, read_status, status_freshness
 
     found = read_status(folder) or _unwatched(folder)
     return found, status_freshness(found, time.time(), is_alive(found.writer))
@@ -74,9 +74,9 @@ def _look(folder: Path) -> tuple[RunStatus, StatusFreshness]:
 
 def _unwatched(folder: Path) -> RunStatus:
     """A run that no agent of ours watches, as far as its metrics tell."""
-    from closeranks.telemetry.folder import RunFolder
-    from closeranks.telemetry.history import load_history
-    from closeranks.telemetry.status import UNWATCHED, RunStatus
+    from closeranks.telemetry.live.status import UNWATCHED, RunStatus
+    from closeranks.telemetry.run_log.run_folder import RunFolder
+    from closeranks.telemetry.run_log.run_history import load_history
 
     run, history = RunFolder(folder), load_history(folder)
     path = run.metrics(0) if run.metrics(0).exists() else run.job
@@ -93,8 +93,8 @@ def _unwatched(folder: Path) -> RunStatus:
 
 
 def _shown(found: RunStatus, heard: StatusFreshness, as_json: bool) -> str:
-    from closeranks.telemetry.status import encode_status
-    from closeranks.telemetry.status_text import status_text
+    from closeranks.telemetry.live.status import encode_status
+    from closeranks.telemetry.live.status_text import status_text
 
     now = time.time()
     if as_json:
@@ -118,7 +118,7 @@ def _watch(folder: Path, as_json: bool) -> None:
 
 def _looks(folder: Path) -> Iterator[tuple[RunStatus, StatusFreshness]]:
     """Look after look, up to the one after which there is nothing more to see."""
-    from closeranks.telemetry.status import StatusFreshness
+    from closeranks.telemetry.live.status import StatusFreshness
 
     while True:
         found, heard = _look(folder)
@@ -139,7 +139,7 @@ def _draw_over(folder: Path, console: Console) -> None:
 
 def _print_changes(folder: Path, as_json: bool) -> None:
     """One line for each change: a file or a pipe cannot be drawn over."""
-    from closeranks.telemetry.status_text import one_line
+    from closeranks.telemetry.live.status_text import one_line
 
     last = ""
     for found, heard in _looks(folder):

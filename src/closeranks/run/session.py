@@ -38,7 +38,7 @@ from closeranks.run.worker.agent_client import take_snapshot_paths
 from closeranks.run.worker.process_setup import prepare_process, started_event
 from closeranks.run.worker.progress_output import connect_agent_client
 from closeranks.telemetry.profiler import StepProfiler
-from closeranks.telemetry.recorder import EventRecorder
+from closeranks.telemetry.run_log.recorder import EventRecorder
 
 
 class Session:

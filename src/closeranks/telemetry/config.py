@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import UserError
-from closeranks.telemetry.window import parse_step_range
+from closeranks.telemetry.step_range import parse_step_range
 
 
 class TelemetryConfig(ConfigTable):

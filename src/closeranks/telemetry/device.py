@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from closeranks.telemetry.memory import MemoryUse, TensorSize, explain
+from closeranks.telemetry.out_of_memory import MemoryUse, TensorSize, explain
 
 _BUDGET_S = 0.1
 _NUM_REPS = 5

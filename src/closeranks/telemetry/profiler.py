@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from closeranks.core.events import Event, Warned
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.window import NO_STEPS, StepRange, parse_step_range
+from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.step_range import NO_STEPS, StepRange, parse_step_range
 
 __all__ = ["StepProfiler", "StepRange", "parse_step_range"]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.meter import ThroughputMeter
+from closeranks.telemetry.live.throughput import ThroughputMeter
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -11,7 +11,7 @@ import pytest
 
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.core.events import RunEnded, RunStarted, Saved, StepDone, encode
-from closeranks.telemetry.recorder import to_line
+from closeranks.telemetry.run_log.recorder import to_line
 from tests.cli.ckpt.calling import ckpt
 from tests.cli.commands import ROOT, closeranks
 

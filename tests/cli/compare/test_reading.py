@@ -24,7 +24,7 @@ from closeranks.cli.compare.records import RunRecord, last_output
 from closeranks.cli.compare.traffic import bytes_per_step, sent_until, step_times
 from closeranks.core.events import Evaluated, RunEnded, StepDone
 from closeranks.run.job.job import Job
-from closeranks.telemetry.history import RunHistory
+from closeranks.telemetry.run_log.run_history import RunHistory
 
 WELL = RunRecord(0, 1.0)
 

@@ -25,7 +25,7 @@ from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.storage.open import open_storage
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.testing import run_world
 from tests.run.saved import tensors, tree
 from tests.run.small import dataset, events, of_kind, open_session, train

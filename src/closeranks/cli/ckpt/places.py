@@ -19,7 +19,7 @@ from closeranks.checkpoint.format.manifest import CheckpointManifest
 from closeranks.checkpoint.load.catalogue import Catalogue, FoundCheckpoint, find_checkpoints
 from closeranks.core.errors import CheckpointError
 from closeranks.core.printable import printable
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _WIDE = 200
 _PLACES = "Name a run folder, its checkpoints folder, one checkpoint in it, or a URL of those."

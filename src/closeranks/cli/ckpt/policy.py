@@ -124,9 +124,9 @@ def _measured(run: Path) -> MeasuredSaves:
 
     from closeranks.core.errors import UserError
     from closeranks.core.events import Saved
-    from closeranks.telemetry.folder import RunFolder
-    from closeranks.telemetry.history import load_history
-    from closeranks.telemetry.recorder import read_events
+    from closeranks.telemetry.run_log.recorder import read_events
+    from closeranks.telemetry.run_log.run_folder import RunFolder
+    from closeranks.telemetry.run_log.run_history import load_history
 
     metrics = RunFolder(run).metrics(0)
     if not metrics.is_file():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
 from closeranks.cli.compare.weighing import CLEAR, is_better, is_faster, is_same, is_slower, is_worse
-from closeranks.telemetry.wording import brief, duration
+from closeranks.telemetry.formatting import brief, duration
 
 _TINY = 1e-5
 """Of final figures that differ by less than this share, nobody wants to hear the difference."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
-from closeranks.telemetry.wording import brief, duration, number, size
+from closeranks.telemetry.formatting import brief, duration, number, size
 
 _NONE = "-"
 

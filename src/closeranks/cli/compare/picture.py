@@ -16,8 +16,8 @@ from typing import Any
 from closeranks.cli.compare.config import CompareConfig
 from closeranks.cli.compare.reading import ComparisonRunOutcome, MetricPoint
 from closeranks.cli.compare.table import ResultTable, RunStat, SettingRow
-from closeranks.telemetry.curves import quantile, wants_log_scale
-from closeranks.telemetry.wording import brief, count, duration, size, tick
+from closeranks.telemetry.formatting import brief, count, duration, size, tick
+from closeranks.telemetry.reports.curves import quantile, wants_log_scale
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e6eaef"
 _COLOURS = ("#2563a8", "#e07b28", "#2f855a", "#7c4d9e", "#c53030", "#0e8f9c", "#8a6d1f", "#d1568b", "#52606d")

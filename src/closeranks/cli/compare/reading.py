@@ -16,7 +16,7 @@ from closeranks.cli.compare.plan import ComparisonRun
 from closeranks.cli.compare.records import ComparisonRunFolder, RunRecord
 from closeranks.cli.compare.traffic import bytes_per_step, recorded_step_times
 from closeranks.core.events import Evaluated, StepDone
-from closeranks.telemetry.history import RunHistory, load_history
+from closeranks.telemetry.run_log.run_history import RunHistory, load_history
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 _RISEN = 1.2

@@ -25,7 +25,7 @@ from typing import IO
 from closeranks.cli.compare.plan import ComparisonPlan, ComparisonRun
 from closeranks.core.errors import SetupError
 from closeranks.core.regular_file import read_text
-from closeranks.telemetry.wording import count
+from closeranks.telemetry.formatting import count
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ from closeranks.cli.compare.records import (
 )
 from closeranks.core.errors import Disconnected, Drained, Interrupted, SetupError
 from closeranks.core.linux import die_with_parent
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.recorder import parse_line
+from closeranks.telemetry.run_log.recorder import parse_line
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _LOOK_S = 0.05
 _STOP_S = 15.0

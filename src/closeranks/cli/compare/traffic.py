@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from closeranks.cli.compare.records import ComparisonRunFolder
 from closeranks.core.events import StepDone
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.recorder import read_events
+from closeranks.telemetry.run_log.recorder import read_events
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _TOGETHER = 0.5
 """A step that is told sooner after the one before it than this share of its own time was told together with it."""

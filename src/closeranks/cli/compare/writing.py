@@ -26,7 +26,7 @@ from closeranks.cli.compare.plan import ComparisonPlan, override_texts
 from closeranks.cli.compare.reading import ComparisonRunOutcome
 from closeranks.cli.compare.records import disk_errors_explained
 from closeranks.cli.compare.table import ResultTable, SettingRow
-from closeranks.telemetry.wording import brief, duration, number, size
+from closeranks.telemetry.formatting import brief, duration, number, size
 
 _LEFT = ("setting", "note")
 

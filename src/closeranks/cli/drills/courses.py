@@ -18,11 +18,11 @@ from closeranks.checkpoint.load.manifest_diff import diff_manifests, tree_differ
 from closeranks.cli.ckpt.places import pick_checkpoint
 from closeranks.core.errors import CheckpointError
 from closeranks.core.events import SaveFailed, StepDone
-from closeranks.telemetry.faults import TimedEvent
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.history import agent_events, load_history
-from closeranks.telemetry.recorder import read_events
-from closeranks.telemetry.samples import read_samples
+from closeranks.telemetry.run_log.fault_history import TimedEvent
+from closeranks.telemetry.run_log.recorder import read_events
+from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.run_log.run_history import agent_events, load_history
+from closeranks.telemetry.run_log.sample_log import read_samples
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 """How far a run may be from another of a different size: its sums are taken in another order."""

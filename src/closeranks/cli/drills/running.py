@@ -34,7 +34,7 @@ from closeranks.elastic.faults.inject import Injector
 from closeranks.elastic.faults.requirements import unavailable_kinds
 from closeranks.run.job.job import Job, check_workers, load_job
 from closeranks.run.job.run_folder import choose_folder, make_unused_folder
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _FIRST_S, _FIRST_FACTOR = 20.0, 5.0
 _SLOW_STEPS = 3

@@ -13,7 +13,7 @@ from closeranks.cli.drills.courses import RecordedRun, same_losses
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
-from closeranks.telemetry.faults import TimedEvent
+from closeranks.telemetry.run_log.fault_history import TimedEvent
 
 _LEAVING_S = 1.0
 """Who is asked to leave has that long before it must be seen to."""

@@ -26,7 +26,7 @@ from closeranks.elastic.vote import Ballot
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import SavedState
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from closeranks.run.step.step_results import StepResult

@@ -41,7 +41,7 @@ from closeranks.run.huggingface.atomic_folder import atomic_folder
 from closeranks.run.huggingface.hub_files import read_hub_metadata, validate_hub_metadata, write_hub_files
 from closeranks.run.job.job import Job
 from closeranks.run.state.saved_tree import validate_tree
-from closeranks.telemetry.folder import ResolvedSettings
+from closeranks.telemetry.run_log.run_folder import ResolvedSettings
 
 CONFIG = "config.json"
 NO_PROGRESS = NoProgress()

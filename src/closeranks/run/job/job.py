@@ -26,7 +26,7 @@ from closeranks.run.config import RunConfig, TrainConfig
 from closeranks.sync import replicas
 from closeranks.sync.config import SyncConfig
 from closeranks.telemetry.config import TelemetryConfig
-from closeranks.telemetry.window import parse_step_range
+from closeranks.telemetry.step_range import parse_step_range
 
 
 class Job(ConfigTable):

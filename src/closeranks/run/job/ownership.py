@@ -34,7 +34,7 @@ from closeranks.storage.lease import InUseError, Lease, StaleListingError
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Ownership, Storage, StorageError
-from closeranks.telemetry.folder import RunFolder
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _RETRY_S = 0.05
 _MAX_TRIES = 200

@@ -53,8 +53,8 @@ from closeranks.run.state.resume import load_initial_state, resume_own_checkpoin
 from closeranks.run.state.session_checkpoints import StartPoint, checkpoint_place, next_attempt
 from closeranks.run.state.state import RunState as RunState
 from closeranks.run.step.engine import Engine
-from closeranks.telemetry.folder import RunFolder
-from closeranks.telemetry.recorder import last_step, parse_line
+from closeranks.telemetry.run_log.recorder import last_step, parse_line
+from closeranks.telemetry.run_log.run_folder import RunFolder
 
 OPENED = declare_failpoint("restore.opened", "the group of a later generation has formed; nobody knows what is held")
 AGREED = declare_failpoint("restore.agreed", "all ranks know from which copies they go on, and have read none")

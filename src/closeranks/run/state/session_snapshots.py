@@ -37,7 +37,7 @@ from closeranks.run.components.component import Component
 from closeranks.run.state.restore import RestoredGeneration, choose_backup_ranks, rank_images
 from closeranks.run.state.state import RunState
 from closeranks.run.worker.agent_client import AgentClient
-from closeranks.telemetry.recorder import to_line
+from closeranks.telemetry.run_log.recorder import to_line
 
 if TYPE_CHECKING:
     from closeranks.run.step.step_results import StepResult

@@ -27,8 +27,8 @@ from closeranks.run.worker.agent_client import StandaloneClient, configure_worke
 from closeranks.run.worker.error_output import ReportTurn, describe_failure, print_error, report_turn
 from closeranks.run.worker.generation_cache import load_payload
 from closeranks.run.worker.rendezvous import count_failure, wait_for_all_ranks
-from closeranks.telemetry.pages import write_pages
-from closeranks.telemetry.progress import ProgressDisplay
+from closeranks.telemetry.live.progress import ProgressDisplay
+from closeranks.telemetry.reports.pages import write_pages
 
 
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:

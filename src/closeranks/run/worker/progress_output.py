@@ -12,9 +12,9 @@ from closeranks.core.events import Event, RunEnded, encode
 from closeranks.core.world import World
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient, current_agent_client
 from closeranks.telemetry.config import TelemetryConfig
-from closeranks.telemetry.pages import write_pages
-from closeranks.telemetry.progress import ProgressDisplay
-from closeranks.telemetry.recorder import EventRecorder
+from closeranks.telemetry.live.progress import ProgressDisplay
+from closeranks.telemetry.reports.pages import write_pages
+from closeranks.telemetry.run_log.recorder import EventRecorder
 
 
 def connect_agent_client(

@@ -1,0 +1,323 @@
+"""What does each event say to a person, in one line? Pure: events and readings in, text out.
+
+A step's line is a row of fields that can be fitted to a width. Invariant: the step and the loss are always there, and
+what is not known is left out, never shown as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from closeranks.core.blame import display_path
+from closeranks.core.events import (
+    Evaluated,
+    HostChanged,
+    NoiseSeen,
+    RankLost,
+    RanksClosed,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
+from closeranks.telemetry import formatting as wording
+from closeranks.telemetry.live.throughput import MeterReading
+
+
+@dataclass(frozen=True, slots=True)
+class LineField:
+    """``label value`` in a step's line; the highest ``spare`` goes first when the line is too wide, 0 never goes."""
+
+    label: str
+    value: str
+    drop_order: int = 0
+    gap: str = "  "
+    """What stands between this field and the one before."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.label} {self.value}" if self.label else self.value
+
+
+def step_fields(
+    started: RunStarted, done: StepDone, reading: MeterReading, *, num_skipped: int, detail: bool
+) -> tuple[LineField, ...]:
+    """The fields of a step's line, in reading order; ``detail`` adds learning rate and gradient norm."""
+    of = f"/{started.last_step}" if started.last_step else ""
+    fields = [LineField("step", f"{done.step:>5}{of}"), LineField("loss", wording.number(done.loss))]
+    if reading.items_per_s is None:
+        fields.append(LineField("", f"first step {wording.duration(done.seconds)}", drop_order=1))
+    else:
+        fields.append(LineField("", wording.rate(reading.items_per_s, started.item), drop_order=1))
+    fields += _peak_fields(reading)
+    if done.memory_bytes:
+        fields.append(LineField("mem", wording.size(done.memory_bytes), drop_order=4))
+    if reading.eta_s is not None and done.step < started.last_step:
+        fields.append(LineField("eta", wording.clock(reading.eta_s), drop_order=2))
+    if detail:
+        fields += [
+            LineField("lr", f"{done.lr:.2e}", drop_order=7),
+            LineField("grad", wording.number(done.grad_norm), drop_order=7),
+        ]
+    fields += _metric_fields(done.metrics)
+    if num_skipped:
+        fields.append(LineField("skipped", str(num_skipped), drop_order=5))
+    return tuple(fields)
+
+
+def _peak_fields(reading: MeterReading) -> list[LineField]:
+    measured = None if reading.peak_share is None else wording.percent(reading.peak_share)
+    if reading.mfu is None:
+        return [] if measured is None else [LineField("peak", measured, drop_order=3)]
+    fields = [LineField("mfu", wording.percent(reading.mfu), drop_order=3)]
+    if measured is not None:
+        fields.append(LineField("", f"(of measured peak {measured})", drop_order=8, gap=" "))
+    return fields
+
+
+def _metric_fields(metrics: Mapping[str, float]) -> list[LineField]:
+    return [
+        LineField(wording.metric_label(name), wording.metric(value), drop_order=6) for name, value in metrics.items()
+    ]
+
+
+def join(fields: Sequence[LineField]) -> str:
+    return "".join((field.gap if place else "") + field.text for place, field in enumerate(fields))
+
+
+def fit(fields: Sequence[LineField], width: int) -> tuple[LineField, ...]:
+    """The fields that fit into ``width`` columns: the most easily spared leave first, later ones before earlier."""
+    kept = list(fields)
+    while len(join(kept)) > width:
+        place = max(range(len(kept)), key=lambda index: (kept[index].drop_order, index))
+        if kept[place].drop_order == 0:
+            break
+        del kept[place]
+    return tuple(kept)
+
+
+def skipped_line(started: RunStarted, done: StepDone, num_skipped: int) -> str:
+    scale = f", loss scale now {done.loss_scale:.0f}" if started.precision == "fp16" else ", the update was left out"
+    so_far = f" ({num_skipped} so far)" if num_skipped > 1 else ""
+    place = join(step_fields(started, done, _nothing_known(done), num_skipped=0, detail=False)[:1])
+    return f"{place}  skipped: gradients not finite{scale}{so_far}"
+
+
+def _nothing_known(done: StepDone) -> MeterReading:
+    return MeterReading(done.step, done.loss, None, None, None, done.memory_bytes, None)
+
+
+def is_logged(num_skipped: int) -> bool:
+    """The first three skipped steps, then ever fewer: a run that skips on and on does not flood the screen."""
+    return num_skipped <= 3 or num_skipped & (num_skipped - 1) == 0
+
+
+def started_line(started: RunStarted) -> str:
+    """What trains, on what, from where to where; and, once, which share of peak the lines will show."""
+    workers = wording.count(started.world_size, "worker")
+    steps = f"steps {started.first_step + 1} to {started.last_step}"
+    again = f"generation {started.generation}: " if started.generation else ""
+    spread = f"{started.layout}, " if started.layout else ""
+    text = f"{again}{parameters(started)} on {workers} ({spread}{started.device}, {started.precision}), {steps}"
+    if started.generation:
+        return "; ".join(filter(None, (text, started.apart)))
+    text += f", global batch {batch}" if (batch := batch_words(started)) else ""
+    return "; ".join(filter(None, (text, started.apart, _why_no_mfu(started))))
+
+
+def batch_words(started: RunStarted) -> str:
+    """``32 = 8 micro-batches of 4``; empty where it was not recorded."""
+    if not started.micro_batch:
+        return ""
+    num_full, rest = divmod(started.global_batch, started.micro_batch)
+    if num_full + bool(rest) == 1:
+        return f"{started.global_batch} = one micro-batch"
+    full = f"{num_full} micro-batch{'' if num_full == 1 else 'es'} of {started.micro_batch}"
+    return f"{started.global_batch} = {full}" + (f" and one of {rest}" if rest else "")
+
+
+def buckets_line(started: RunStarted) -> str:
+    """The size of buckets that was chosen, and by what; empty where the job named it."""
+    if started.link_latency_s is None or not started.link_bytes_per_s:
+        return ""
+    found = (
+        f"measured {wording.short_duration(started.link_latency_s)} and {wording.byte_rate(started.link_bytes_per_s)}"
+    )
+    return f"buckets of {started.bucket_mib:g} MiB: {found} between ranks"
+
+
+def parameters(started: RunStarted) -> str:
+    total = f"{wording.compact(started.num_params)} parameters"
+    if started.num_trainable == started.num_params:
+        return total
+    return f"{total} ({wording.compact(started.num_trainable)} of them trained)"
+
+
+def _why_no_mfu(started: RunStarted) -> str:
+    if not started.flops_per_item:
+        return "this model's FLOPs are not known, so no MFU is shown"
+    if started.datasheet_flops:
+        return ""
+    device = "CPU" if is_cpu(started.device) else "device"
+    if started.measured_flops:
+        return f"no datasheet for this {device}: share of the measured matmul peak is shown instead of MFU"
+    return f"no datasheet for this {device}, so no MFU is shown"
+
+
+def is_cpu(device: str) -> bool:
+    """Whether a device's name is a CPU's; accelerators are named by vendor and product (NVIDIA H200)."""
+    words = device.lower()
+    return any(word in words for word in ("cpu", "processor", "xeon", "epyc", "ryzen", "core"))
+
+
+def evaluated_line(event: Evaluated) -> str:
+    metrics = join(_metric_fields(event.metrics))
+    loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
+    bad = f"{event.num_bad} bad samples left out" if event.num_bad else ""
+    return "  ".join(part for part in (loss, metrics, bad, f"({wording.duration(event.seconds)})") if part)
+
+
+def noise_line(event: NoiseSeen) -> str:
+    """What it means for the batch: at the noise scale, twice the samples save a quarter of the steps, no more."""
+    if event.noise_scale is None:
+        return f"noise at step {event.step}: gradients are too noisy yet to tell how large a batch pays"
+    scale = two_digits(event.noise_scale)
+    means = "a larger batch still pays" if event.batch < event.noise_scale else f"batches beyond {scale} gain little"
+    return f"noise scale about {scale} samples; a step now has {event.batch}: {means}"
+
+
+def two_digits(value: float) -> str:
+    """Two digits: the measurement is no better."""
+    return f"{float(f'{value:.2g}'):g}" if value < 1e5 else wording.compact(value)
+
+
+def saved_line(event: Saved) -> str:
+    stall = f", training stood {wording.duration(event.stall_s)}" if event.stall_s else ""
+    took = f"{wording.size(event.bytes)}, {wording.duration(event.seconds)}{stall}"
+    return f"saved step {event.step}: {display_path(event.path)} ({took})"
+
+
+def save_failed_line(event: SaveFailed) -> str:
+    step = f"step {event.step} "
+    what = event.what if event.what.startswith(step) else f"{step}was not saved: {event.what}"
+    return f"{what}. Training is not disturbed, and it is tried again."
+
+
+def resumed_line(event: Resumed) -> str:
+    if event.step == 0:
+        return f"starting with the weights of {display_path(event.path)}"
+    return f"resumed at step {event.step} from {display_path(event.path)}"
+
+
+def warned_line(event: Warned) -> str:
+    return f"warning: {event.what}" if event.step is None else f"warning at step {event.step}: {event.what}"
+
+
+_FATES = {
+    "slow": "is replaced",
+    "preempted": "leaves",
+    "resize": "regroup",
+}
+_KILLS = ("killed", "oom")
+_CAUSE_CHARS = 160
+
+
+def lost_words(event: RankLost) -> str:
+    """Who fell, where and why: ``rank 1 lost at step 40 (killed by SIGKILL)``."""
+    where = "while closing ranks" if event.generation else "before the first step"
+    where = where if event.step is None else f"at step {event.step}"
+    cause = event.cause.partition("\n")[0].strip()
+    cause = cause.partition("; ")[0] if event.kind in _KILLS else cause  # what to look for belongs into a report
+    cause = cause if len(cause) <= _CAUSE_CHARS else f"{cause[: _CAUSE_CHARS - 4]} ..."
+    return f"{_who(event)} {_FATES.get(event.kind, 'lost')} {where}" + (f" ({cause})" if cause else "")
+
+
+def _who(event: RankLost) -> str:
+    host = f"host {event.host}" if event.host else "a host"
+    match event.kind:
+        case "host":
+            return host
+        case "zygote":
+            return f"the zygote of {event.host}" if event.host else "the zygote"
+        case "resize":
+            return "the workers"
+    return f"rank {event.rank}" if event.rank >= 0 else host if event.kind == "preempted" else "the workers"
+
+
+def closing_line(event: RankLost) -> str:
+    """While it is under way."""
+    return f"{lost_words(event)}; closing ranks ..."
+
+
+def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
+    """The whole of it, once a step is finished again; ``num_before`` workers there were."""
+    words = [f"{lost_words(lost)}; closed ranks in {wording.duration(closed.seconds)}"]
+    if closed.num_redone > 1:
+        words.append(f"{closed.num_redone} steps redone")
+    if closed.world_size != num_before:
+        spread = f" ({closed.layout})" if closed.layout else ""
+        words.append(f"now on {wording.count(closed.world_size, 'worker')}{spread}")
+    return ", ".join(words)
+
+
+_SOURCES = {
+    "memory": "from memory",
+    "peer": "from a peer's memory",
+    "checkpoint": "from the checkpoint",
+    "start": "from the beginning",
+}
+
+
+def restored_line(event: Restored) -> str:
+    source = _SOURCES.get(event.source, f"from {event.source}")
+    return (
+        f"generation {event.generation} goes on after step {event.step}, {source} ({wording.duration(event.seconds)})"
+    )
+
+
+_COPIES = {
+    "replica": ", a second copy in each replica",
+    "peer": ", a second copy with a peer",
+    "peer on another host": ", a second copy with a peer on another host",
+    "none": ", no second copy",
+}
+
+
+def snapshots_line(event: Snapshotting) -> str:
+    """How often the state is copied, how much memory that takes and what it costs."""
+    every = "every step" if event.every == 1 else f"every {event.every} steps"
+    where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
+    return f"state kept in memory {every} ({wording.size(event.bytes)} a rank{where}; {wording.duration(event.cost_s)} a copy)"
+
+
+def slow_line(event: SlowRank) -> str:
+    host = f" on {event.host}" if event.host else ""
+    times = f"{wording.duration(event.own_s)} a step, the others {wording.duration(event.median_s)}"
+    return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
+
+
+def host_line(event: HostChanged) -> str:
+    size = f" with {wording.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
+    change = "is not asked any more" if event.change == "quarantined" else event.change
+    return f"host {event.host} {change}{size}" + (f": {event.why}" if event.why else "")
+
+
+_ENDINGS = {
+    "finished": "finished at step {step} after {time}",
+    "drained": "asked to stop: ended at step {step} after {time}",
+    "stopped": "stopped at step {step} after {time}",
+    "failed": "failed after step {step} and {time}",
+}
+
+
+def ended_line(event: RunEnded) -> str:
+    words = _ENDINGS.get(event.reason, event.reason + " at step {step} after {time}")
+    why = f": {event.detail}" if event.detail and event.reason == "stopped" else ""
+    return words.format(step=event.step, time=wording.duration(event.seconds)) + why

@@ -1,0 +1,304 @@
+"""What does a person see while a run goes on?
+
+On a terminal one live line; elsewhere calm plain lines every ``log_every`` steps, without colours or carriage returns.
+Invariants: no thread (its process forks workers), at most ten redraws a second, and the last step's line always stands
+at the end. A run of several generations is one run: it is introduced once, its speed and time to go survive a fault,
+and what an ended generation said last (that it failed, say) is not the run's end unless no other follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from closeranks.core.events import (
+    Evaluated,
+    Event,
+    HostChanged,
+    NoiseSeen,
+    RankLost,
+    RanksClosed,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    SlowRank,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
+from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter
+from closeranks.telemetry.run_log.run_history import REGROUPED
+
+_REDRAW_S = 0.1
+_BAR_COLUMNS = 24
+_BAR_LEAST = 8
+
+
+class ProgressDisplay:
+    """Call sequence: ``handle`` each event of rank 0 and of the agent in order, ``note`` anything else worth a line,
+    ``close`` once.
+
+    A context manager too, so that a terminal gets its cursor back whatever happens.
+    """
+
+    def __init__(
+        self, console: Console | None = None, *, log_every: int = 10, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console if console is not None else Console()
+        self._log_every = log_every
+        self._clock = clock
+        self._live: Live | None = None
+        self._drawn_at = -_REDRAW_S
+        self._started = RunStarted()
+        self._meter = ThroughputMeter(self._started)
+        self._began_at: float | None = None
+        """None before the run was introduced."""
+        self._skipped: set[int] = set()
+        self._latest: tuple[StepDone, MeterReading] | None = None
+        self._is_latest_shown = True
+        self._lost: RankLost | None = None
+        """Who fell, while ranks are being closed."""
+        self._num_before = 0
+        self._failed: RunEnded | None = None
+        """What a generation said that failed: the end of the run, unless another takes over."""
+        self._said: set[str] = set()
+        self._kept: Snapshotting | None = None
+        self._noise_told: float | None = None
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle(self, event: Event) -> None:
+        """Show an event; kinds that no person needs are passed over."""
+        match event:
+            case RunStarted(rank=0):
+                self._begin(event)
+            case StepDone():
+                self._step(event)
+            case Evaluated():
+                self._meter.pause(event.seconds)
+                self._tell(lines.evaluated_line(event))
+            case Saved():
+                self._meter.pause(event.stall_s)
+                self._tell(lines.saved_line(event), style="dim")
+            case SaveFailed():
+                self._tell(lines.save_failed_line(event), style="bold red")
+            case NoiseSeen():
+                self._hear(event)
+            case Resumed():
+                self.print_line(lines.resumed_line(event))
+            case Warned():
+                self._warn(event)
+            case RunEnded():
+                self._end(event)
+            case _:
+                self._handle_fault(event)
+
+    def _handle_fault(self, event: Event) -> None:
+        match event:
+            case RankLost():
+                self._lose(event)
+            case RanksClosed():
+                self._close_ranks(event)
+            case Restored():
+                self._restore(event)
+            case Snapshotting():
+                self._keep(event)
+            case SlowRank():
+                self._tell(lines.slow_line(event), style="yellow")
+            case HostChanged():
+                gone = event.change in ("lost", "quarantined")
+                self._tell(lines.host_line(event), style="yellow" if gone else "")
+
+    def print_line(self, text: str, *, style: str = "") -> None:
+        """A line that stays, above the live one."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def print_output(self, text: str) -> None:
+        """What a worker printed. Without a live line above which it must stand it is written as it is: laying it out
+        takes a second for each MiB, during which the workers are not heard."""
+        if self._live is not None:
+            self.print_line(text)
+            return
+        self._console.file.write(f"{text}\n")
+        self._console.file.flush()
+
+    def close(self) -> None:
+        """Leave the last step's line standing and hand the terminal back. May be called again."""
+        self._show_latest()
+        self._settle_lost()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self.print_line(lines.ended_line(failed))
+
+    def _tell(self, text: str, *, style: str = "") -> None:
+        """A line that belongs after the latest step's."""
+        self._show_latest()
+        self.print_line(text, style=style)
+
+    def _begin(self, started: RunStarted) -> None:
+        self._failed = None
+        self._skipped = {step for step in self._skipped if step <= started.first_step}
+        if started.generation and self._began_at is not None:  # the same run goes on, in other processes
+            whole = replace(started, first_step=self._started.first_step)
+            self._started = whole
+            self._meter.start_generation(whole)
+            return
+        self._started = started
+        self._meter = ThroughputMeter(started)
+        self._began_at = self._clock()
+        self.print_line(lines.started_line(started))
+        if started.sync:
+            self.print_line(started.sync)
+        if started.rate:
+            self.print_line(started.rate)
+        if told := lines.buckets_line(started):
+            self.print_line(told)
+
+    def _step(self, done: StepDone) -> None:
+        self._latest = (done, self._meter.observe(done))
+        self._is_latest_shown = False
+        if not done.taken:
+            self._skipped.add(done.step)
+            if lines.is_logged(len(self._skipped)):
+                self.print_line(lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
+        if self._is_due(done):
+            self._show_latest()
+
+    def _warn(self, event: Warned) -> None:
+        """What is said as a generation begins is said by each of them; a person hears it once."""
+        text = lines.warned_line(event)
+        if event.step is None and self._started.generation and text in self._said:
+            return
+        self._said.add(text)
+        self.print_line(text, style="yellow")
+
+    def _hear(self, event: NoiseSeen) -> None:
+        """A line where there is news: a scale that has moved by a third, or by a tenth to another verdict."""
+        scale, told = event.noise_scale, self._noise_told
+        if scale is None:
+            return
+        if told is not None:
+            far = 0.9 if (scale > event.batch) != (told > event.batch) else 0.75
+            if far * told < scale < told / far:
+                return
+        self._noise_told = scale
+        self._tell(lines.noise_line(event))
+
+    def _keep(self, event: Snapshotting) -> None:
+        last, self._kept = self._kept, event
+        if last is None or (last.every, last.copies) != (event.every, event.copies):
+            self.print_line(lines.snapshots_line(event), style="dim")
+
+    def _lose(self, event: RankLost) -> None:
+        self._failed = None
+        self._settle_lost()  # another fell before ranks were closed: the first gets a line of its own
+        self._lost, self._num_before = event, self._num_before or self._started.world_size
+        self._draw_closing(lines.closing_line(event))
+
+    def _restore(self, event: Restored) -> None:
+        """Memory is where the state comes from: only another source, or something found broken, deserves a line."""
+        if event.source not in ("memory", "peer"):
+            self._tell(lines.restored_line(event), style="yellow")
+        elif self._lost is not None:
+            self._draw_closing(f"{lines.closing_line(self._lost)} {lines.restored_line(event)}")
+        for text in event.notes:
+            self.print_line(f"warning: {text}", style="yellow")
+
+    def _close_ranks(self, event: RanksClosed) -> None:
+        lost, self._lost = self._lost, None
+        num_before, self._num_before = self._num_before, 0
+        if lost is not None:
+            self.print_line(lines.closed_line(lost, event, num_before or event.world_size), style="bold")
+            if self._console.is_interactive:
+                self._is_latest_shown = False
+                self._show_latest()  # over the live line, which told of the closing
+
+    def _settle_lost(self) -> None:
+        """Leave a line of who was lost where no ranks were closed after it."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            self.print_line(lines.lost_words(lost), style="bold")
+
+    def _draw_closing(self, text: str) -> None:
+        if self._console.is_interactive:
+            self._draw(Text(text, style="bold yellow", no_wrap=True, overflow="ellipsis"))
+
+    def _end(self, event: RunEnded) -> None:
+        if event.reason == REGROUPED:
+            return
+        if event.reason == "failed":
+            self._failed = event
+            return
+        self.close()
+        if self._started.generation and self._began_at is not None:  # a generation knows of its own time only
+            event = replace(event, seconds=max(event.seconds, self._clock() - self._began_at))
+        self.print_line(lines.ended_line(event))
+
+    def _is_due(self, done: StepDone) -> bool:
+        if done.step in (self._started.first_step + 1, self._started.last_step):
+            return True
+        if self._console.is_interactive:
+            return self._clock() - self._drawn_at >= _REDRAW_S
+        return done.step % self._log_every == 0
+
+    def _show_latest(self) -> None:
+        if self._is_latest_shown or self._latest is None:
+            return
+        self._is_latest_shown = True
+        done, reading = self._latest
+        is_live = self._console.is_interactive
+        fields = lines.step_fields(self._started, done, reading, num_skipped=len(self._skipped), detail=not is_live)
+        if is_live:
+            self._draw(_live_line(fields, done.step, self._started.last_step, self._console.width - 1))
+        else:
+            self.print_line(lines.join(fields))
+
+    def _draw(self, line: RenderableType) -> None:
+        if self._live is None:
+            self._live = Live(line, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(line, refresh=True)
+        self._drawn_at = self._clock()
+
+
+def _live_line(fields: Sequence[lines.LineField], step: int, last_step: int, width: int) -> RenderableType:
+    """One row: the fields that fit, and a slim bar in what room is left."""
+    kept = lines.fit(fields, width)
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for place, field in enumerate(kept):
+        text.append(field.gap if place else "")
+        text.append(f"{field.label} " if field.label else "", style="dim")
+        text.append(field.value, style="bold" if field.label == "loss" else "")
+    row = Table.grid(padding=(0, 2))
+    room = width - text.cell_len - 2
+    if last_step and room >= _BAR_LEAST:
+        bar = ProgressBar(
+            total=last_step,
+            completed=step,
+            width=min(room, _BAR_COLUMNS),
+            style="bright_black",
+            complete_style="cyan",
+            finished_style="green",
+        )
+        row.add_row(text, bar)
+    else:
+        row.add_row(text)
+    return row

@@ -1,0 +1,243 @@
+"""How does a run stand right now, for somebody in another terminal?
+
+The agent writes ``RUN/status.json``; anybody reads it. Invariants: a reader finds the file whole or not at all (it is
+replaced, never written over); a status is believed only as far as its writer can still be found, so that a file left
+behind by a killed agent is told as what it is; a disk that is full costs a sentence, never the run. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.plain_fields import checked_fields
+from closeranks.core.regular_file import read_text
+from closeranks.telemetry.run_log.run_folder import RunFolder
+
+_EVERY_S = 0.5
+_MOST_BYTES = 64 << 20
+_LATEST = 1e11
+"""In Unix time: the year 5138."""
+_FRESH_S = 10.0
+"""A status older than this was not written by an agent that is well."""
+ENDED = ("finished", "drained", "interrupted", "disconnected", "terminated", "stopped", "failed")
+"""States after which nothing more will be written."""
+UNWATCHED = "unwatched"
+"""The state of a run that no agent of ours watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker; of one on another host than the agent's, no more is known than its step and what it does."""
+
+    rank: int = 0
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    """The step it works on; None before its first."""
+    phase: str = ""
+    """In words."""
+    own_s: float = 0.0
+    """Its own computing time of the last step, waiting not counted; 0: not known."""
+    memory_bytes: int = 0
+    """Resident; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    name: str = ""
+    num_workers: int = 0
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusEvent:
+    """Something worth a line, and the wall clock when it came to pass."""
+
+    at: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusProcess:
+    """Which process wrote a status: enough to tell whether it still lives, though its number may be given again."""
+
+    pid: int = 0
+    born: int = 0
+    """When the kernel started it, in ticks since the machine came up."""
+    host: str = ""
+    boot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run: str = ""
+    state: str = "starting"
+    """``starting``, ``running``, ``closing ranks``, ``stopping``, or how it ended."""
+    writer: StatusProcess = StatusProcess()
+    began_at: float = 0.0
+    at: float = 0.0
+    """``time.time()`` when it was written."""
+    generation: int = 0
+    world_size: int = 0
+    step: int = 0
+    """Finished steps."""
+    num_steps: int = 0
+    workers: tuple[WorkerStatus, ...] = ()
+    hosts: tuple[HostStatus, ...] = ()
+    happened: tuple[StatusEvent, ...] = ()
+    """The latest, oldest first."""
+    snapshot_every: int = 0
+    """Steps between copies of the state in memory; 0: none, or not decided yet."""
+    snapshot_bytes: int = 0
+    """Memory that the copies take on the agent's host."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+
+class StatusWriter:
+    """Writes at most twice a second, and at once when the generation or the state is another.
+
+    Call sequence: whenever ``is_due``, ``write``; what ends the run is written like any other state.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_problem: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = RunFolder(folder).status
+        self._on_problem = on_problem
+        self._clock = clock
+        self._written_at: float | None = None
+        self._last: tuple[int, str] | None = None
+        self._has_failed = self._has_written = False
+
+    @property
+    def next_at(self) -> float:
+        """On the clock: when there will be something to write at the latest."""
+        return self._clock() if self._written_at is None else self._written_at + _EVERY_S
+
+    def is_due(self, generation: int, state: str) -> bool:
+        return (generation, state) != self._last or self._clock() >= self.next_at
+
+    def write(self, status: RunStatus) -> None:
+        """Replace the file. A failure is told once, and tried again the next time."""
+        self._last, self._written_at = (status.generation, status.state), self._clock()
+        unfinished = self._path.with_name(".status.json")
+        try:
+            if self._has_written:  # somebody removed the run's folder since
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(encode_status(status) + "\n")
+            unfinished.replace(self._path)
+            self._has_failed, self._has_written = False, True
+        except OSError as error:
+            if not self._has_failed and self._on_problem is not None:
+                self._on_problem(f"{self._path} cannot be written: {error.strerror}; `closeranks status` knows nothing")
+            self._has_failed = True
+
+
+def encode_status(status: RunStatus, **more: Any) -> str:
+    return json.dumps({**dataclasses.asdict(status), **more}, indent=1)
+
+
+def decode_status(values: Mapping[str, Any]) -> RunStatus:
+    """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default.
+    ``TypeError``, ``ValueError`` or ``AttributeError`` where a value cannot be one of a status."""
+    kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": StatusEvent}
+    own = checked_fields(RunStatus, values)
+    own |= {
+        name: tuple(kind(**checked_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()
+    }
+    status = RunStatus(**{**own, "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {})))})
+    if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
+        raise ValueError("a time of the status is none")
+    return status
+
+
+def read_status(folder: Path) -> RunStatus | None:
+    """What the agent wrote last; None where there is no such file, or none that we can read."""
+    try:
+        return decode_status(json.loads(read_text(RunFolder(folder).status, _MOST_BYTES)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+class StatusFreshness(Enum):
+    """How far a status is to be believed."""
+
+    NOW = "now"
+    """Its agent is alive and well."""
+    ENDED = "ended"
+    """The agent wrote how the run ended."""
+    GONE = "gone"
+    """The agent is no more, and did not say how the run ended."""
+    SILENT = "silent"
+    """The agent is alive and has not written for a while: it is stopped, or its disk is full."""
+    FAR = "far"
+    """The agent was on another machine and has not written for a while: it cannot be asked from here."""
+    UNWATCHED = "unwatched"
+    """There never was an agent of ours: started by torchrun, srun or plain Python."""
+
+
+def status_freshness(status: RunStatus, now: float, is_alive: bool | None) -> StatusFreshness:
+    """``is_alive`` is None where the writer's machine is not this one. ``now`` is the wall clock."""
+    if status.has_ended:
+        return StatusFreshness.ENDED
+    if status.state == UNWATCHED:
+        return StatusFreshness.UNWATCHED
+    if is_alive is False:
+        return StatusFreshness.GONE
+    if now - status.at <= _FRESH_S:
+        return StatusFreshness.NOW
+    return StatusFreshness.FAR if is_alive is None else StatusFreshness.SILENT
+
+
+def this_process() -> StatusProcess:
+    pid = os.getpid()
+    return StatusProcess(pid, _born(pid) or 0, socket.gethostname(), _boot())
+
+
+def is_alive(writer: StatusProcess) -> bool | None:
+    """Whether that very process lives; None where it was on another machine."""
+    if writer.host != socket.gethostname():
+        return None
+    return writer.boot == _boot() and _born(writer.pid) == writer.born
+
+
+def _born(pid: int) -> int | None:
+    """The kernel's start time of a process; None where there is none, or only what is left of one."""
+    try:
+        # Between the brackets stands the program's name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19]) if fields[0] not in "ZX" else None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def resident_bytes(pid: int | None) -> int:
+    """What a process of this machine holds in memory; 0 where it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

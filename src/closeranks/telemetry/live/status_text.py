@@ -1,0 +1,102 @@
+"""How is a run's status told to a person? Pure: a status and how far it is believed in, text out.
+
+Invariant: what is shown as present was heard of just now; anything older is told with its age.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from closeranks.telemetry import formatting as wording
+from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerStatus
+
+
+def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+    """The whole answer to ``closeranks status``."""
+    parts = [f"{status.run}: {_first_line(status, heard, now)}"]
+    if heard in (StatusFreshness.NOW, StatusFreshness.SILENT):
+        parts += [_agent_line(status, now), "", *_worker_rows(status.workers)]
+    if len(status.hosts) > 1 and heard is not StatusFreshness.ENDED:
+        parts += [
+            "",
+            *_table(("host", "workers", "state"), [(h.name, str(h.num_workers), h.state) for h in status.hosts]),
+        ]
+    if status.happened:
+        rows = [f"  {_clock(one.at, now)}  {one.text}" for one in status.happened]
+        parts += ["", "last events", *rows]
+    return "\n".join(parts)
+
+
+def one_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+    """For a place without a terminal, where a screen cannot be drawn over."""
+    return _first_line(status, heard, now)
+
+
+def _first_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+    place = _place(status)
+    who = f"its agent, process {status.writer.pid} on {status.writer.host},"
+    match heard:
+        case StatusFreshness.NOW:
+            return f"{status.state}, {place}"
+        case StatusFreshness.ENDED:
+            return f"{status.state} {_ago(status, now)}, {place}"
+        case StatusFreshness.GONE:
+            return f"last heard {_ago(status, now)} ({place}): {who} is gone and did not say how the run ended"
+        case StatusFreshness.SILENT:
+            return f"last heard {_ago(status, now)} ({place}): {who} is alive but does not write"
+        case StatusFreshness.FAR:
+            return f"last heard {_ago(status, now)} ({place}): {who} cannot be asked from this machine"
+        case StatusFreshness.UNWATCHED:
+            return (
+                f"last heard {_ago(status, now)} ({place}): no agent of ours watches it (torchrun, srun, plain Python)"
+            )
+
+
+def _place(status: RunStatus) -> str:
+    of = f" of {status.num_steps}" if status.num_steps else ""
+    step = f"step {status.step}{of}" if status.step else "no step finished yet"
+    return f"{step}, generation {status.generation}"
+
+
+def _ago(status: RunStatus, now: float) -> str:
+    return f"{wording.duration(max(0.0, now - status.at))} ago"
+
+
+def _agent_line(status: RunStatus, now: float) -> str:
+    words = [
+        f"agent {status.writer.pid} on {status.writer.host}",
+        f"for {wording.duration(max(0.0, now - status.began_at))}",
+    ]
+    words.append(wording.count(status.world_size, "worker"))
+    if status.snapshot_every:
+        every = "every step" if status.snapshot_every == 1 else f"every {status.snapshot_every} steps"
+        words.append(f"state kept in memory {every} ({wording.size(status.snapshot_bytes)} on this host)")
+    return ", ".join(words)
+
+
+def _worker_rows(workers: Sequence[WorkerStatus]) -> list[str]:
+    rows = [
+        (
+            str(one.rank),
+            one.host,
+            str(one.pid) if one.pid is not None else "-",
+            str(one.step) if one.step is not None else "-",
+            one.phase,
+            wording.duration(one.own_s) if one.own_s > 0 else "-",
+            wording.size(one.memory_bytes) if one.memory_bytes else "-",
+        )
+        for one in workers
+    ]
+    return _table(("rank", "host", "process", "step", "doing", "own time", "memory"), rows)
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+    lines = (heads, *rows)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _clock(at: float, now: float) -> str:
+    form = "%H:%M:%S" if abs(now - at) < 20 * 3600 else "%Y-%m-%d %H:%M"
+    return time.strftime(form, time.localtime(at))

@@ -1,0 +1,101 @@
+"""What does a report say about faults? Pure: a history in, a section of markdown out.
+
+Invariant: a duration stands here only if the agent measured it; what all faults cost is their sum, told with what it
+counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.core.events import HostChanged, Restored, SlowRank
+from closeranks.telemetry import formatting as wording
+from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.run_log.fault_history import RunFault, TimedEvent
+from closeranks.telemetry.run_log.run_history import RunHistory
+
+_ROWS_SHOWN = 40
+_NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    at: float
+    cells: tuple[str, ...]
+
+
+def fault_section(history: RunHistory, *, failed: bool = False) -> str:
+    """The table of what happened and what it cost; one sentence where nothing did, silence where that would mislead."""
+    troubles = history.fault_history
+    kept = _kept(history)
+    if not troubles.faults and not troubles.others:
+        said = f"None was recorded. {kept}".rstrip()
+        return "" if failed or not history.steps else f"## Faults\n\n{said}"  # a run that failed tells why elsewhere
+    rows = sorted((*_fault_rows(history), *_other_rows(history)), key=lambda row: row.at)
+    table = [
+        "| at | what happened | noticed in | closed ranks in | steps redone | went on |",
+        "|---|---|---|---|---|---|",
+        *(f"| {' | '.join(row.cells)} |" for row in rows[:_ROWS_SHOWN]),
+    ]
+    if len(rows) > _ROWS_SHOWN:
+        table += ["", f"And {len(rows) - _ROWS_SHOWN} more, in `metrics/agent.jsonl`."]
+    return "\n".join(["## Faults", "", *table, "", " ".join(filter(None, (_cost(history), kept)))])
+
+
+def _kept(history: RunHistory) -> str:
+    text = lines.snapshots_line(history.snapshots) if history.snapshots is not None else ""
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _cost(history: RunHistory) -> str:
+    faults = history.fault_history.faults
+    if not faults:
+        return ""
+    lost_s, whole_s = history.lost_s, history.seconds
+    share = f" of {wording.duration(whole_s)} ({wording.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
+    redone = wording.count(history.fault_history.num_redone, "finished step")
+    told = f"until noticed, until ranks were closed, and in doing {redone} again"
+    return f"{wording.count(len(faults), 'fault')}: {wording.duration(lost_s)}{share} lost in all, {told}."
+
+
+def _when(history: RunHistory, at: float) -> str:
+    return wording.clock(at - history.starts[0].at) if history.starts else _NOTHING
+
+
+def _fault_rows(history: RunHistory) -> list[_Row]:
+    restored = {event.generation: event for event in history.restored}
+    return [_fault_row(history, fault, restored) for fault in history.fault_history.faults]
+
+
+def _fault_row(history: RunHistory, fault: RunFault, restored: dict[int, Restored]) -> _Row:
+    lost, closed = fault.lost, fault.closed
+    noticed = wording.duration(lost.detected_s) if lost.detected_s > 0 else _NOTHING
+    if closed is None:
+        ending: tuple[str, ...] = (_NOTHING, _NOTHING, "the run ended")
+    elif fault.is_followed:
+        ending = (_NOTHING, _NOTHING, "another fault came first")
+    else:
+        workers = wording.count(closed.world_size, "worker")
+        source = restored[closed.generation].source if closed.generation in restored else ""
+        went_on = ", ".join(filter(None, (workers, closed.layout, f"from {source}" if source else "")))
+        ending = (wording.duration(closed.seconds), str(closed.num_redone), went_on)
+    return _Row(fault.at, (_when(history, fault.at), _in_a_cell(lines.lost_words(lost)), noticed, *ending))
+
+
+def _other_rows(history: RunHistory) -> list[_Row]:
+    return [_other_row(history, told) for told in history.fault_history.others]
+
+
+def _other_row(history: RunHistory, told: TimedEvent) -> _Row:
+    match told.event:
+        case SlowRank():
+            what = lines.slow_line(told.event)
+        case HostChanged():
+            what = lines.host_line(told.event)
+        case _:
+            what = ""
+    return _Row(told.at, (_when(history, told.at), _in_a_cell(what), *[_NOTHING] * 4))
+
+
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")

@@ -1,0 +1,53 @@
+"""Write the page and the picture of a run at its end, as far as the disk lets us.
+
+The page comes first: drawing takes a second, and who waits for the result need not wait for it. Invariant: whatever the
+disk does, the person is told in a line: how a run ended is not changed by its report.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from closeranks.core.blame import display_path
+from closeranks.telemetry.reports.report import write_report
+from closeranks.telemetry.reports.run_plot import draw_run
+
+
+def write_pages(
+    folder: Path,
+    tell: Callable[[str], None],
+    *,
+    job_file: str = "",
+    overrides: Sequence[str] = (),
+    failure: str = "",
+    is_script: bool = False,
+    draws_beside: bool = False,
+) -> None:
+    """``report.md``, of which ``tell`` hears at once, then ``curve.png``. See ``write_report``.
+
+    ``draws_beside``: the picture is drawn by a thread, which the interpreter waits for when it ends.
+    """
+    write = partial(write_report, folder, job_file=job_file, overrides=overrides, failure=failure, is_script=is_script)
+    try:
+        page = write()
+    except OSError as error:
+        how = f"`closeranks report {display_path(str(folder))}` writes it once the folder can be written."
+        tell(f"no report was written ({error.strerror or error}): {how}")
+        return
+    tell(f"report: {display_path(str(page))}")
+    if draws_beside:
+        threading.Thread(target=_add_picture, args=(folder, write, tell), name="closeranks-picture").start()
+    else:
+        _add_picture(folder, write, tell)
+
+
+def _add_picture(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
+    """Draw it, and write the page once more, which shows it now."""
+    try:
+        if draw_run(folder) is not None:
+            write()
+    except OSError as error:
+        tell(f"The report has no picture ({error.strerror or error}).")

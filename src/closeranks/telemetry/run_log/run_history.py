@@ -1,0 +1,286 @@
+"""What happened in a run, read back from its folder? Pure but for ``load_history``.
+
+Invariant: each step counts once. A run that went back (a fault, a resume) records steps again; the later account of a
+step stands, as the weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from closeranks.core.events import (
+    Compressed,
+    Evaluated,
+    Event,
+    NoiseSeen,
+    Restored,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    Snapshotting,
+    StepDone,
+    Warned,
+)
+from closeranks.telemetry.run_log.fault_history import FaultHistory, TimedEvent, fault_history
+from closeranks.telemetry.run_log.recorder import lines_of, parse_line, read_events
+from closeranks.telemetry.run_log.run_folder import RunFolder
+
+REGROUPED = "regrouped"
+"""How a generation says that it ended by agreement, for another to take over: the run goes on."""
+_RANKS_SEARCHED = 64
+"""Warnings of ranks beyond these are not collected: reading every file of a large run would take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStart:
+    """One generation of the run: how it began, and how long it was heard of, or until the next took over from it."""
+
+    started: RunStarted
+    heard_s: float
+    at: float = 0.0
+    """On the wall clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarningCount:
+    """A warning with the number of times and the ranks it was said."""
+
+    what: str
+    times: int
+    ranks: tuple[int, ...]
+    first_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Over the steps that count: no process's first one. ``items_per_s`` is None where no step is left."""
+
+    items: int = 0
+    seconds: float = 0.0
+    first_steps_s: float = 0.0
+
+    @property
+    def items_per_s(self) -> float | None:
+        return self.items / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PauseTimes:
+    """Time that stood between steps."""
+
+    evals_s: float = 0.0
+    saves_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    starts: tuple[GenerationStart, ...] = ()
+    steps: tuple[StepDone, ...] = ()
+    first_steps: frozenset[int] = frozenset()
+    """Steps that were the first of their process: warm-up and compile are in them."""
+    evals: tuple[Evaluated, ...] = ()
+    saves: tuple[Saved, ...] = ()
+    resumed: tuple[Resumed, ...] = ()
+    warnings: tuple[WarningCount, ...] = ()
+    ended: RunEnded | None = None
+    pauses: PauseTimes = PauseTimes()
+    restored: tuple[Restored, ...] = ()
+    compressed: tuple[Compressed, ...] = ()
+    snapshots: Snapshotting | None = None
+    """How the state was kept in memory, as it was decided last."""
+    fault_history: FaultHistory = field(default_factory=FaultHistory)
+    noise: NoiseSeen | None = None
+    """The last measurement of the noise scale that told anything."""
+
+    @property
+    def started(self) -> RunStarted | None:
+        return self.starts[-1].started if self.starts else None
+
+    @property
+    def taken(self) -> tuple[StepDone, ...]:
+        return tuple(step for step in self.steps if step.taken)
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self.steps) - len(self.taken)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock of all generations; the run's own account where there was one only and it ended."""
+        if self.ended is not None and len(self.starts) <= 1 and self.ended.seconds > 0:
+            return self.ended.seconds
+        return sum(start.heard_s for start in self.starts)
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Steps from which the run was started again. Faults that the agent told of stand among the troubles."""
+        later = [start.started for start in self.starts[1:]]
+        return tuple(one.first_step for one in later if not one.generation or not self.fault_history.faults)
+
+    @property
+    def typical_step_s(self) -> float:
+        """The median step, those that were the first of their process left out; 0 where there is none."""
+        times = sorted(step.seconds for step in self.steps if step.step not in self.first_steps)
+        return times[len(times) // 2] if times else 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """Time that faults cost."""
+        return self.fault_history.lost_s(self.typical_step_s)
+
+    def throughput(self) -> Throughput:
+        counted = [step for step in self.steps if step.step not in self.first_steps]
+        return Throughput(
+            items=sum(step.items for step in counted),
+            seconds=sum(step.seconds for step in counted),
+            first_steps_s=sum(step.seconds for step in self.steps if step.step in self.first_steps),
+        )
+
+
+class _Fold:
+    """Rank 0's lines in order, folded into what stands in the end."""
+
+    def __init__(self) -> None:
+        self.starts: list[RunStarted] = []
+        self.heard: list[tuple[float, float]] = []
+        self.steps: dict[int, StepDone] = {}
+        self.first_steps: set[int] = set()
+        self.evals: dict[int, Evaluated] = {}
+        self.saves: dict[int, Saved] = {}
+        self.resumed: list[Resumed] = []
+        self.restored: list[Restored] = []
+        self.snapshots: Snapshotting | None = None
+        self.compressed: dict[int, Compressed] = {}
+        self.noise: NoiseSeen | None = None
+        self.ended: RunEnded | None = None
+        self.evals_s = self.saves_s = 0.0
+
+    def add(self, event: Event | None, at: float) -> None:
+        match event:
+            case RunStarted():
+                self._begin(event, at)
+            case StepDone():
+                self.steps[event.step] = event
+            case Evaluated():
+                self.evals[event.step] = event
+                self.evals_s += event.seconds
+            case Saved():
+                self.saves.pop(event.step, None)  # the latest save stands last, whatever its step
+                self.saves[event.step] = event
+                self.saves_s += event.stall_s
+            case Resumed():
+                self.resumed.append(event)
+            case Restored():
+                self.restored.append(event)
+            case Snapshotting():
+                self.snapshots = event
+            case Compressed():
+                self.compressed[event.step] = event
+            case NoiseSeen():
+                self.noise = event if event.noise_scale is not None else self.noise
+            case RunEnded():
+                self.ended = event if event.reason != REGROUPED else None
+        if self.heard:
+            self.heard[-1] = (self.heard[-1][0], max(at, self.heard[-1][1]))
+
+    def _begin(self, started: RunStarted, at: float) -> None:
+        self._go_back_to(started.first_step)
+        if started.generation and self.heard:  # the time in which ranks were closed is the run's
+            first, last = self.heard[-1]
+            self.heard[-1] = (first, max(at, last))
+        self.starts.append(started)
+        self.heard.append((at, at))
+        self.ended = None
+
+    def _go_back_to(self, step: int) -> None:
+        self.steps = {number: done for number, done in self.steps.items() if number <= step}
+        self.evals = {number: done for number, done in self.evals.items() if number <= step}
+        self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
+
+    def history(self, warnings: tuple[WarningCount, ...], troubles: FaultHistory) -> RunHistory:
+        times = zip(self.starts, self.heard, strict=True)
+        return RunHistory(
+            starts=tuple(GenerationStart(started, last - first, first) for started, (first, last) in times),
+            steps=tuple(self.steps[number] for number in sorted(self.steps)),
+            first_steps=frozenset(self.first_steps & self.steps.keys()),
+            evals=tuple(self.evals[number] for number in sorted(self.evals)),
+            saves=tuple(self.saves.values()),
+            resumed=tuple(self.resumed),
+            warnings=warnings,
+            ended=self.ended,
+            pauses=PauseTimes(self.evals_s, self.saves_s),
+            restored=tuple(self.restored),
+            compressed=tuple(self.compressed[number] for number in sorted(self.compressed)),
+            snapshots=self.snapshots,
+            fault_history=troubles,
+            noise=self.noise,
+        )
+
+
+def build_history(
+    lines: Iterable[tuple[dict[str, Any], Event | None]],
+    others: Iterable[dict[str, Any]] = (),
+    agent: Iterable[TimedEvent] = (),
+) -> RunHistory:
+    """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` what the agent told."""
+    state = _Fold()
+    warned: list[dict[str, Any]] = []
+    for fields, event in lines:
+        state.add(event, float(fields.get("at", 0.0)))
+        if isinstance(event, Warned | SaveFailed):
+            warned.append({**fields, "generation": state.starts[-1].generation if state.starts else 0})
+    return state.history(_gather([*warned, *others]), fault_history(agent))
+
+
+def _gather(warned: Iterable[dict[str, Any]]) -> tuple[WarningCount, ...]:
+    """Equal texts become one warning, in the order they were first said.
+
+    What a later generation says again as it begins is the same warning once more, not another.
+    """
+    said: dict[str, list[dict[str, Any]]] = {}
+    for fields in warned:
+        times = said.setdefault(_words(fields), [])
+        if not times or not fields.get("generation") or fields.get("step") is not None:
+            times.append(fields)
+    return tuple(
+        WarningCount(
+            what=what,
+            times=len(times),
+            ranks=tuple(sorted({int(fields.get("rank", 0)) for fields in times})),
+            first_step=min((fields["step"] for fields in times if fields.get("step") is not None), default=None),
+        )
+        for what, times in said.items()
+    )
+
+
+def _words(fields: dict[str, Any]) -> str:
+    what = str(fields.get("what", ""))
+    return f"a save failed: {what}" if fields.get("event") == SaveFailed.name else what
+
+
+def load_history(folder: Path) -> RunHistory:
+    """What a run folder tells; an empty history where rank 0 left no metrics."""
+    run = RunFolder(folder)
+    others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
+    return build_history(read_events(run.metrics(0)), others, agent_events(run))
+
+
+def agent_events(run: RunFolder) -> Iterator[TimedEvent]:
+    """What the agent recorded; nothing where there was no agent, or nothing to tell."""
+    for fields, event in read_events(run.agent):
+        yield TimedEvent(float(fields.get("at", 0.0)), event)
+
+
+def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
+    """Only lines that look like a warning are parsed: the rest are another account of the same steps."""
+    for line in lines_of(path):
+        if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
+            yield fields
+
+
+_ALARMS = (b'"event": "warning"', b'"event": "save_failed"')

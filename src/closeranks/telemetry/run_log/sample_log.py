@@ -1,0 +1,67 @@
+"""Which samples did each step of a run take? Read back from ``metrics/samples-*.jsonl`` (data.log_samples).
+
+Invariant: each micro-batch of each step counts once. Its index is global, so a step that was done again, by other
+workers perhaps and on another number of them, replaces the earlier account, whichever rank wrote it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.telemetry.run_log.recorder import lines_of, parse_line
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedMicroBatch:
+    """One micro-batch of one step."""
+
+    step: int
+    """Counted from 1, as steps are reported."""
+    micro_batch: int
+    samples: tuple[int, ...]
+    skipped: tuple[int, ...] = ()
+    """Those of them that were bad and count nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLog:
+    steps: Mapping[int, tuple[LoggedMicroBatch, ...]]
+    """Micro-batches of each step, in their order."""
+    conflicts: tuple[LoggedMicroBatch, ...] = ()
+    """Accounts that were replaced by one of other samples: none, unless the order of a run was broken."""
+
+    def samples_of(self, step: int) -> tuple[int, ...]:
+        return tuple(sample for taken in self.steps.get(step, ()) for sample in taken.samples)
+
+
+def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
+    """Rows in the order in which each rank wrote them."""
+    latest: dict[tuple[int, int], LoggedMicroBatch] = {}
+    conflicts: list[LoggedMicroBatch] = []
+    for row in rows:
+        taken = LoggedMicroBatch(
+            int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ()))
+        )
+        place = (taken.step, taken.micro_batch)
+        earlier = latest.get(place)
+        if earlier is not None and earlier.samples != taken.samples:
+            conflicts.append(earlier)
+        latest[place] = taken
+    steps: dict[int, list[LoggedMicroBatch]] = {}
+    for place in sorted(latest):
+        steps.setdefault(place[0], []).append(latest[place])
+    return SampleLog({step: tuple(each) for step, each in steps.items()}, tuple(conflicts))
+
+
+def read_samples(folder: Path) -> SampleLog:
+    """What a run folder tells; a line that a worker was killed in is passed over."""
+    rows = (
+        fields
+        for path in sorted(folder.glob("metrics/samples-*.jsonl"))
+        for line in lines_of(path)
+        if (fields := parse_line(line)) is not None
+    )
+    return build_sample_log(rows)
