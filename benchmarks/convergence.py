@@ -21,9 +21,9 @@ from typing import Any
 
 from results import begin, conclude, say
 
-from closeranks.cli.compare.comparing import run_comparison
-from closeranks.cli.compare.table import SettingRow
 from closeranks.core.errors import UserError
+from closeranks.lab.compare.comparison import run_comparison
+from closeranks.lab.compare.result_table import SettingRow
 
 ACCURACY = 0.97
 """Of held-out digits, by the mean over seeds."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from results import say
 
-from closeranks.cli.compare.config import NetworkConfig
-from closeranks.cli.compare.network import NamespaceHosts, address_of, unavailable_reason
+from closeranks.lab.compare.config import NetworkConfig
+from closeranks.lab.compare.namespaces import NamespaceHosts, address_of, unavailable_reason
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"

@@ -30,8 +30,8 @@ from soak_picture import draw
 from soak_plan import LIGHT, Plan, draw_plan
 from soak_watch import Sample, adopt_orphans, left_over, sample
 
-from closeranks.cli.drills.courses import read_recorded_run, same_losses, same_samples, state_difference
-from closeranks.cli.drills.running import possible_kinds
+from closeranks.lab.drills.drill import possible_kinds
+from closeranks.lab.drills.recorded_run import read_recorded_run, same_losses, same_samples, state_difference
 from closeranks.run.job.run_folder import make_unused_folder
 
 NUM_RANKS = 4

@@ -24,12 +24,12 @@ from typing import Any
 from soak_plan import Plan, Planned, Window
 
 from closeranks.agent.job_view import JobView
-from closeranks.cli import launching
 from closeranks.core.errors import Drained
 from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.observed_run import step_of
+from closeranks.run.job import launch as launching
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _FIRST_STEPS = 5

@@ -21,11 +21,11 @@ from typing import Any
 
 from results import begin, conclude, say
 
-from closeranks.cli.compare.comparing import run_comparison
-from closeranks.cli.compare.table import RunStat, SettingRow
 from closeranks.core.errors import UserError
 from closeranks.facts.collectives import inter_host_bytes
 from closeranks.facts.rounds import Topology
+from closeranks.lab.compare.comparison import run_comparison
+from closeranks.lab.compare.result_table import RunStat, SettingRow
 from closeranks.telemetry.run_log.run_history import load_history
 from hosts import require_hosts
 

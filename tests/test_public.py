@@ -103,7 +103,7 @@ def test_the_command_line_answers_without_pydantic() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["closeranks.run.job.job", "closeranks.run.job.run_folder", "closeranks.cli.launching"]
+    "module", ["closeranks.run.job.job", "closeranks.run.job.run_folder", "closeranks.run.job.launch"]
 )
 def test_checking_a_job_and_starting_workers_loads_no_torch(module: str) -> None:
     assert loaded_by(module).isdisjoint({"torch", "numpy", "matplotlib"})

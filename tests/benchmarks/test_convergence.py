@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from convergence import EXACT, GAPS, KINDS, SPREADS, TASKS, comparison, judge
 
-from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.plan import make_plan
+from closeranks.lab.compare.comparison_plan import make_plan
+from closeranks.lab.compare.config import load_compare
 from tests.benchmarks.scripts import run_script
 
 

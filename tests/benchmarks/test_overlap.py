@@ -10,7 +10,7 @@ import psutil
 import pytest
 from overlap import FLOOR, PAIRS, QUICK, compare, compare_losses, hidden_share, judge, main, slower, variants
 
-from closeranks.cli.compare.network import unavailable_reason
+from closeranks.lab.compare.namespaces import unavailable_reason
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.scripts import run_script
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.network import unavailable_reason
-from closeranks.cli.compare.plan import make_plan
-from closeranks.cli.compare.table import RunStat, SettingRow
+from closeranks.lab.compare.comparison_plan import make_plan
+from closeranks.lab.compare.config import load_compare
+from closeranks.lab.compare.namespaces import unavailable_reason
+from closeranks.lab.compare.result_table import RunStat, SettingRow
 from sync import PARTS, judge, tell, tell_hosts
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.scripts import run_script

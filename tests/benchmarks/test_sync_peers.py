@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sync_peers import FORGETFUL, GOAL, OURS, RIVALS, compare, compare_losses, judge, main
 
-from closeranks.cli.compare.network import unavailable_reason
+from closeranks.lab.compare.namespaces import unavailable_reason
 from tests.benchmarks.scripts import run_script
 
 LANES = [name for kind, ours in OURS.items() for name in (*RIVALS[kind], ours)] + [FORGETFUL]

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, same_losses, same_samples, state_difference
-from closeranks.cli.drills.showing import markdown_page, print_summary, write_report
-from closeranks.cli.drills.verdicts import DrillResult, FaultResult, fault_results, is_resized
 from closeranks.core.events import Event, RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injection
+from closeranks.lab.drills.fault_results import DrillResult, FaultResult, fault_results, is_resized
+from closeranks.lab.drills.recorded_run import (
+    RecordedRun,
+    read_recorded_run,
+    same_losses,
+    same_samples,
+    state_difference,
+)
+from closeranks.lab.drills.report import markdown_page, print_summary, write_report
 from closeranks.telemetry.run_log.fault_history import TimedEvent
 from tests.cli.calling import call
 from tests.cli.commands import closeranks
@@ -44,7 +50,7 @@ def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path, words: list[str], 
 
 
 def test_a_kind_without_means_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from closeranks.cli.drills import running
+    from closeranks.lab.drills import drill as running
 
     monkeypatch.setattr(running, "lacking", lambda kinds: {"oom": "there is no memory control"})
     said = call("drill", write_job(tmp_path), "-n", 2, "--faults", "kill,oom", "--folder", tmp_path / "drill")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.planning import split_words, with_layout
+from closeranks.cli.layout_list import split_words, with_layout
 from closeranks.run.job.job import layout_for, load_job
 from tests.cli.calling import Said, call
 from tests.cli.commands import TINY, closeranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli import launching
 from closeranks.cli.main import app
+from closeranks.run.job import launch as launching
 from tests.cli.commands import TINY, closeranks
 
 

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from closeranks.agent.job_view import JobView
-from closeranks.cli import launching
 from closeranks.core import streams
 from closeranks.core.errors import CloseranksError
 from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
+from closeranks.run.job import launch as launching
 from closeranks.run.job.job import load_job
 from closeranks.run.job.run_folder import choose_folder
 from closeranks.telemetry.run_log.run_folder import RunFolder

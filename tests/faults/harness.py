@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.checkpoint.load.catalogue import FoundCheckpoint
-from closeranks.cli.ckpt.places import pick_checkpoint
-from closeranks.cli.drills.courses import RecordedRun, read_recorded_run, state_difference
 from closeranks.core.events import Event, RankLost, RanksClosed
 from closeranks.elastic.faults.disk import mount_problem
+from closeranks.lab.drills.recorded_run import RecordedRun, read_recorded_run, state_difference
+from closeranks.run.state.checkpoint_lookup import pick_checkpoint
 from closeranks.telemetry.live.status import read_status
 from closeranks.telemetry.run_log.sample_log import SampleLog, read_samples
 from tests.cli.commands import IMPORTABLE

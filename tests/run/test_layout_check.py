@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from closeranks import Session
-from closeranks.cli.checking import TOLERANCES
+from closeranks.cli.layout_check import TOLERANCES
 from closeranks.core.environment import set_world
 from closeranks.core.world import World
 from closeranks.run.job.job import load_job

@@ -55,11 +55,11 @@ def drill(
     seed: Annotated[int, typer.Option(min=0, help="Which campaign: the same seed strikes the same way.")] = 0,
     folder: Annotated[str, typer.Option(help="Where both runs go; runs/drill-JOB if left away.")] = "",
 ) -> None:
-    from closeranks.cli.drills.running import DrillRequest, possible_kinds
-    from closeranks.cli.drills.running import run_drill as run
-    from closeranks.cli.launching import workers_of
     from closeranks.elastic.faults.grammar import parse_faults
+    from closeranks.lab.drills.drill import DrillRequest, possible_kinds
+    from closeranks.lab.drills.drill import run_drill as run
     from closeranks.run.job.job import load_job
+    from closeranks.run.job.launch import workers_of
 
     changes = tuple(overrides or ())
     if faults.strip():

@@ -85,7 +85,7 @@ def ls(
     show_all: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    from closeranks.cli import planning
+    from closeranks.cli import layout_list as planning
 
     wish = planning.LayoutQuery(
         schedules=tuple(schedule or ()), with_hsdp=hsdp, sort=sort, fits_gib=fits, limit=0 if show_all else limit
@@ -109,7 +109,7 @@ def show(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    from closeranks.cli import planning
+    from closeranks.cli import layout_list as planning
 
     planning.show_layout(job, words or [], num_workers, picture, per_host=per_host, as_json=as_json)
 
@@ -126,6 +126,6 @@ def check(
         Literal["both", "float64", "float32"], typer.Option(help="Compare in both, or in one of them alone.")
     ] = "both",
 ) -> None:
-    from closeranks.cli import checking
+    from closeranks.cli import layout_check as checking
 
     checking.check_layout(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)

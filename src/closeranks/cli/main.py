@@ -14,9 +14,9 @@ import typer
 
 from closeranks import __version__
 from closeranks.cli import agent, config, drill, layout, report, run, sample, status, train
-from closeranks.cli.ckpt import front as ckpt
-from closeranks.cli.compare import verb as compare
-from closeranks.cli.data import front as data
+from closeranks.cli import compare as compare
+from closeranks.cli.ckpt import commands as ckpt
+from closeranks.cli.data import commands as data
 from closeranks.core import streams
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 from closeranks.core.printable import printable

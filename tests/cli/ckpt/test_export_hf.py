@@ -16,7 +16,7 @@ from closeranks.checkpoint.weights.hf_shards import NoProgress, plan_export
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
-from closeranks.cli.ckpt.moving import parse_size, size_text, transfer_bar
+from closeranks.cli.ckpt.transfer_progress import parse_size, size_text, transfer_bar
 from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes
 from tests.cli.ckpt.calling import ckpt

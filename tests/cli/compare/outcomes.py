@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from closeranks.cli.compare.config import CompareConfig, ComparisonBudget, ComparisonSetting, ComparisonTarget
-from closeranks.cli.compare.reading import FINISHED, ComparisonRunOutcome
-from closeranks.cli.compare.table import ResultTable, make_table
+from closeranks.lab.compare.config import CompareConfig, ComparisonBudget, ComparisonSetting, ComparisonTarget
+from closeranks.lab.compare.result_table import ResultTable, make_table
+from closeranks.lab.compare.run_outcome import FINISHED, ComparisonRunOutcome
 
 TARGET = ComparisonTarget(value=2.0)
 

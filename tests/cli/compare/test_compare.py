@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from closeranks.cli.compare import network
 from closeranks.core.events import RunStarted
+from closeranks.lab.compare import namespaces as network
 from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import Done, closeranks, marked_processes, started, wait_for_line
 from tests.cli.compare.jobs import HEAD, TWO, write

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.compare import network, running
-from closeranks.cli.compare.config import load_compare
-from closeranks.cli.compare.plan import make_plan, override_texts
 from closeranks.core.errors import SetupError
+from closeranks.lab.compare import namespaces as network
+from closeranks.lab.compare import runner as running
+from closeranks.lab.compare.comparison_plan import make_plan, override_texts
+from closeranks.lab.compare.config import load_compare
 from closeranks.run.job.ownership import owned_folder
 from tests.cli.calling import call
 from tests.cli.commands import ROOT

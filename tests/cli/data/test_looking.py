@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from closeranks.cli.data.proving import check_dataset
+from closeranks.cli.data.dataset_check import check_dataset
 from closeranks.data.files.open import open_files
 from closeranks.data.formats.record_index import index_file
 from closeranks.data.formats.record_index.saved_index import IndexLocation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.planning import show_layout
+from closeranks.cli.layout_list import show_layout
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.spread import rank_parameters, stages_per_rank, tied_across_ranks

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from closeranks.cli.ckpt.moving import local_path
+from closeranks.cli.ckpt.transfer_progress import local_path
 from closeranks.cli.terminal import safe_echo
 
 HELP = """Write weights in another format: a checkpoint of ours, a torch DCP folder, a torch or a safetensors file.

@@ -44,8 +44,8 @@ def diff(
 
     from closeranks.checkpoint.load.manifest_diff import diff_manifests as compare
     from closeranks.checkpoint.load.manifest_diff import tree_differences
-    from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint
     from closeranks.core.errors import CheckpointError
+    from closeranks.run.state.checkpoint_lookup import matches_patterns, natural_sort_key, pick_checkpoint
 
     (one, first), (other, second) = pick_checkpoint(a), pick_checkpoint(b)
     found = [row for row in compare(first, second) if matches_patterns((row.section, row.key), patterns or [])]
@@ -89,7 +89,7 @@ def _print(
     apart: dict[tuple[str, str], LargestDifference],
     trees: list[str],
 ) -> None:
-    from closeranks.cli.ckpt.places import print_table, stdout
+    from closeranks.run.state.checkpoint_lookup import print_table, stdout
 
     console = stdout()
     console.print(f"A  {one.path}\nB  {other.path}\n", soft_wrap=True)
@@ -119,7 +119,7 @@ def _numbers(row: TensorDifference, apart: dict[tuple[str, str], LargestDifferen
 
 def _sides(row: TensorDifference) -> tuple[str, str]:
     """What is told of each side: what they differ in."""
-    from closeranks.cli.ckpt.places import shape_text
+    from closeranks.run.state.checkpoint_lookup import shape_text
 
     def side(one: Any) -> str:
         if one is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import local_path, parse_size, print_result, transfer_bar
+from closeranks.cli.ckpt.transfer_progress import local_path, parse_size, print_result, transfer_bar
 
 HELP = """Write the weights of a run as a folder that transformers loads.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from closeranks.cli.ckpt.moving import local_path, print_result, transfer_bar
+from closeranks.cli.ckpt.transfer_progress import local_path, print_result, transfer_bar
 
 HELP = """Make a checkpoint of ours, and a job for it, from a Llama in Hugging Face's format.
 

@@ -200,7 +200,7 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _bytes(option: str, text: str) -> float:
-    from closeranks.cli.ckpt.moving import bytes_of
+    from closeranks.cli.ckpt.transfer_progress import bytes_of
 
     try:
         return bytes_of(text.strip().upper().removesuffix("/S"))
@@ -240,8 +240,8 @@ def _print_json(found: CheckpointPolicy) -> None:
 
 
 def _print(found: CheckpointPolicy, measured: MeasuredSaves, picture: Path | None) -> None:
-    from closeranks.cli.ckpt.places import print_table, stdout
     from closeranks.plan import policy_text
+    from closeranks.run.state.checkpoint_lookup import print_table, stdout
 
     console = stdout()
 

@@ -78,8 +78,8 @@ def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
 def _root(run: str) -> Storage:
     """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
     from closeranks.checkpoint.format.manifest import parse_folder
-    from closeranks.cli.ckpt.places import require_checkpoints
     from closeranks.core.errors import CheckpointError
+    from closeranks.run.state.checkpoint_lookup import require_checkpoints
 
     if parse_folder(run.rstrip("/").rpartition("/")[2]) is not None:
         raise CheckpointError(
@@ -109,7 +109,7 @@ def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalP
 
 
 def _say(going: Sequence[PrunedFolder], num_left: int, dry_run: bool) -> None:
-    from closeranks.cli.ckpt.places import print_table, size
+    from closeranks.run.state.checkpoint_lookup import print_table, size
 
     if going:
         rows = [(row.name, row.why, size(row.num_bytes)) for row in going]

@@ -37,8 +37,8 @@ def show(
     import json
 
     from closeranks.checkpoint.load.manifest_diff import tensor_summaries
-    from closeranks.cli.ckpt.places import matches_patterns, natural_sort_key, pick_checkpoint, size, stdout
     from closeranks.core.errors import CheckpointError
+    from closeranks.run.state.checkpoint_lookup import matches_patterns, natural_sort_key, pick_checkpoint, size, stdout
 
     found, manifest = pick_checkpoint(place)
     tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches_patterns(name, patterns or [])}
@@ -63,7 +63,7 @@ def show(
 
 
 def _print_tensors(tensors: dict[tuple[str, str], TensorSummary]) -> None:
-    from closeranks.cli.ckpt.places import print_table, shape_text, size, stdout
+    from closeranks.run.state.checkpoint_lookup import print_table, shape_text, size, stdout
 
     console = stdout()
     for section in dict.fromkeys(section for section, _ in tensors):

@@ -43,7 +43,7 @@ def verify(
     from dataclasses import asdict
 
     from closeranks.checkpoint.load.verify import VerifiedChunks, num_bytes_to_verify, verify_all
-    from closeranks.cli.ckpt.places import require_checkpoints, size
+    from closeranks.run.state.checkpoint_lookup import require_checkpoints, size
 
     catalogue, seen, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()
     with _bar(num_bytes_to_verify(catalogue)) as on_progress:

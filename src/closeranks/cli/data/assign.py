@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.cli.data.assigning import RankSamples
-    from closeranks.cli.data.jobs import JobData
+    from closeranks.cli.data.job_data import JobData
+    from closeranks.cli.data.rank_samples import RankSamples
 
 HELP = """Show which data rank reads which samples at a step, and what changes when a run goes on with other workers.
 
@@ -45,8 +45,8 @@ def assign(
     import json
     from pathlib import Path
 
-    from closeranks.cli.data.assigning import compare_assignments, samples_per_rank
-    from closeranks.cli.data.jobs import open_job_data, parse_arguments
+    from closeranks.cli.data.job_data import open_job_data, parse_arguments
+    from closeranks.cli.data.rank_samples import compare_assignments, samples_per_rank
     from closeranks.core.errors import UserError
 
     reading = open_job_data(parse_arguments(words or [], Path.cwd()))
@@ -77,7 +77,7 @@ def _print_head(reading: JobData, step: int) -> None:
 
 
 def _print_shares(count: int, shares: Sequence[RankSamples]) -> None:
-    from closeranks.cli.ckpt.places import print_table
+    from closeranks.run.state.checkpoint_lookup import print_table
 
     ranks = f"{len(shares)} data {'rank' if len(shares) == 1 else 'ranks'}"
     typer.echo(f"\n{count} {'worker' if count == 1 else 'workers'}, {ranks}")

@@ -47,8 +47,8 @@ def show(
 ) -> None:
     import json
 
-    from closeranks.cli.data.jobs import parse_arguments
-    from closeranks.cli.data.showing import decoder_of, lines, sample_of_job, sample_of_path, save_fields
+    from closeranks.cli.data.job_data import parse_arguments
+    from closeranks.cli.data.sample_text import decoder_of, lines, sample_of_job, sample_of_path, save_fields
 
     place = parse_arguments(words or [], Path.cwd())
     decode = decoder_of(tokenizer)

@@ -11,7 +11,7 @@ import typer
 from closeranks.cli.terminal import safe_echo
 
 if TYPE_CHECKING:
-    from closeranks.cli.data.surveying import NamedStats
+    from closeranks.cli.data.stats_text import NamedStats
 
 HELP = """Count a data set: documents or records, tokens, lengths, exact duplicates, which tokens occur.
 
@@ -54,7 +54,7 @@ def stats(
 ) -> None:
     import json
 
-    from closeranks.cli.data.surveying import StatsOptions, collect_stats
+    from closeranks.cli.data.stats_text import StatsOptions, collect_stats
     from closeranks.cli.data.verify import progress
     from closeranks.cli.pictures import check_picture, drawing
 
@@ -63,7 +63,7 @@ def stats(
     with progress("reading") as on_progress:
         found = collect_stats(words, StatsOptions(seq_len, limit, fast, format_), on_progress)
     if picture is not None:
-        from closeranks.cli.data.picture import draw_lengths
+        from closeranks.cli.data.length_plot import draw_lengths
 
         with drawing(picture):
             draw_lengths(found, picture)
@@ -85,7 +85,7 @@ def _print_all(found: Sequence[NamedStats], picture: Path | None) -> None:
 
 
 def _print(found: NamedStats) -> None:
-    from closeranks.cli.ckpt.places import print_table
+    from closeranks.run.state.checkpoint_lookup import print_table
 
     safe_echo(f"{found.name}: {found.headline()}")
     for name, value in found.rows():

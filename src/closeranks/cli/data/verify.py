@@ -39,7 +39,7 @@ def verify(
     import time
     from dataclasses import asdict
 
-    from closeranks.cli.data.proving import check_dataset
+    from closeranks.cli.data.dataset_check import check_dataset
 
     started_at = time.monotonic()
     with progress("verifying") as on_progress:

@@ -1,0 +1,73 @@
+"""What does each data rank read at a step, and how do two numbers of workers differ in it?
+
+Invariant: nothing is decided here: the schedule says who takes which positions, the order which samples stand there,
+the source where those lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from closeranks.cli.data.job_data import JobData
+from closeranks.core.errors import ConfigError
+from closeranks.data.sampling.order import MicroBatch
+from closeranks.data.source import LoaderSource
+from closeranks.run.job.job import check_workers, layout_for
+
+_LOOKED_UP = 4096
+"""Samples of a rank whose files are looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSamples:
+    """What one data rank reads."""
+
+    rank: int
+    micro_batches: tuple[MicroBatch, ...]
+    samples: tuple[int, ...]
+    files: tuple[str, ...]
+    """In the order first needed; empty where the source has none."""
+
+
+def samples_per_rank(reading: JobData, step: int, num_workers: int) -> list[RankSamples]:
+    if problems := check_workers(reading.job, num_workers):
+        raise ConfigError(problems)
+    size = layout_for(reading.job, num_workers).data
+    return [_share(reading, step, rank, size) for rank in range(size)]
+
+
+def _share(reading: JobData, step: int, rank: int, size: int) -> RankSamples:
+    taken = reading.schedule.assigned(step, rank, size)
+    samples = reading.order.between(taken[0].first, taken[-1].last).tolist() if taken else []
+    return RankSamples(rank, taken, tuple(samples), tuple(files_of(reading.source, samples[:_LOOKED_UP])))
+
+
+def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
+    """A place names its files in quotes."""
+    return list(dict.fromkeys(name for index in samples for name in re.findall(r"'([^']+)'", source.where(index))))
+
+
+def compare_assignments(one: Sequence[RankSamples], other: Sequence[RankSamples]) -> str:
+    """In a sentence."""
+    ranks, others = _readers(one), _readers(other)
+    if ranks.keys() != others.keys():
+        gone = sorted(set(ranks) ^ set(others))
+        return f"Positions {gone} are read by one of them alone: that must not be."
+    moved = sum(ranks[position] != others[position] for position in ranks)
+    return (
+        f"{len(one)} and {len(other)} data ranks read the same {len(ranks)} positions with the same samples, each "
+        f"exactly once; {moved} of them on another rank."
+    )
+
+
+def _readers(shares: Sequence[RankSamples]) -> dict[tuple[int, int], int]:
+    """(position, sample) -> the rank that reads it."""
+    return {
+        (position, sample): share.rank
+        for share in shares
+        for position, sample in zip(
+            (p for micro in share.micro_batches for p in range(micro.first, micro.last)), share.samples, strict=True
+        )
+    }

@@ -1,0 +1,138 @@
+"""Which data sets does a person want counted, and what are the figures called?
+
+Invariant: a figure that was not measured is not printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from closeranks.cli.data.stored_data import StoredData, open_config, open_path
+from closeranks.core.errors import UserError
+from closeranks.data.stats.dataset_stats import DatasetStats, record_stats, token_stats
+
+
+@dataclass(frozen=True, slots=True)
+class StatsOptions:
+    seq_len: int
+    limit: int
+    is_fast: bool
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStats:
+    name: str
+    survey: DatasetStats
+    text_bytes: int
+    """What the documents' texts were before they became tokens; 0 where nobody wrote it down."""
+
+    @property
+    def noun(self) -> str:
+        return "documents" if self.survey.kind == "tokens" else "records"
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.survey.kind == "tokens" else "bytes"
+
+    def headline(self) -> str:
+        lengths = self.survey.lengths
+        what = f"{lengths.count:,} {self.noun}"
+        return f"{what}, {self.survey.num_tokens:,} tokens" if self.survey.kind == "tokens" else what
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        lengths, repeats, packed = self.survey.lengths, self.survey.repeats, self.survey.packed
+        if lengths.count:
+            yield (
+                self.unit,
+                f"min {lengths.shortest:,}, median {lengths.quantile(0.5):,.0f}, mean {lengths.mean:,.1f}, "
+                f"p95 {lengths.quantile(0.95):,.0f}, max {lengths.longest:,}",
+            )
+        if repeats is not None and repeats.num_kept:
+            sample = f" (of a sample of {repeats.num_kept:,})" if repeats.is_sample else ""
+            named = f"; such as {', '.join(map(str, repeats.first_copies))}" if repeats.first_copies else ""
+            yield (
+                "duplicates",
+                f"{repeats.num_repeated:,} equal an earlier one, {repeats.share:.2%}{sample}"
+                + (f", the most frequent {repeats.most:,} times{named}" if repeats.num_repeated else ""),
+            )
+        if self.survey.num_used:
+            of = f" of {self.survey.vocab_size:,} ({self.survey.num_used / self.survey.vocab_size:.1%})"
+            yield "vocabulary", f"{self.survey.num_used:,}{of if self.survey.vocab_size else ''} ids occur"
+        if self.text_bytes and self.survey.num_tokens:
+            yield "text", f"{self.text_bytes:,} bytes, {self.text_bytes / self.survey.num_tokens:.2f} per token"
+        if packed is not None:
+            yield (
+                "samples",
+                f"of {packed.seq_len:,} tokens: {packed.num_windows:,} from the stream, {packed.num_rows:,} rows of "
+                f"whole documents, {packed.efficiency:.1%} full",
+            )
+        if self.survey.num_bad:
+            yield "damaged", f"{self.survey.num_bad:,} records could not be read: see `closeranks data verify`"
+
+    def as_dict(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        lengths, repeats = self.survey.lengths, self.survey.repeats
+        return {
+            "name": self.name,
+            "kind": self.survey.kind,
+            f"num_{self.noun}": lengths.count,
+            "num_tokens": self.survey.num_tokens,
+            "num_bad": self.survey.num_bad,
+            "vocab_size": self.survey.vocab_size,
+            "num_used": self.survey.num_used,
+            "text_bytes": self.text_bytes,
+            "lengths": {
+                "unit": self.unit,
+                "min": lengths.shortest,
+                "median": lengths.quantile(0.5),
+                "mean": lengths.mean,
+                "p95": lengths.quantile(0.95),
+                "max": lengths.longest,
+                "bars": [asdict(bar) for bar in lengths.bars()],
+            },
+            "duplicates": None if repeats is None else {**asdict(repeats), "share": repeats.share},
+            "packed": None if self.survey.packed is None else asdict(self.survey.packed),
+        }
+
+
+def collect_stats(
+    words: Sequence[str], wish: StatsOptions, on_progress: Callable[[int, int], None]
+) -> list[NamedStats]:
+    return [_survey(opened, wish, on_progress) for opened in _opened(words, wish)]
+
+
+def _opened(words: Sequence[str], wish: StatsOptions) -> Iterator[StoredData]:
+    from closeranks.cli.data.job_data import parse_arguments
+
+    place = parse_arguments(words, Path.cwd())
+    if place.is_job:
+        from closeranks.run.job.job import load_job
+        from closeranks.run.job.paths import resolve_paths
+
+        path = Path(place.place)
+        yield from open_config(resolve_paths(load_job(path, place.overrides).value, path).data)
+        return
+    if place.overrides:
+        what = f"'{place.overrides[0]}' changes a job, and '{place.place}' is none"
+        raise UserError(what, "Values can be changed in a job file (.toml) alone.")
+    yield open_path(place.place, wish.format)
+
+
+def _survey(opened: StoredData, wish: StatsOptions, on_progress: Callable[[int, int], None]) -> NamedStats:
+    if opened.tokens is not None:
+        found = token_stats(
+            opened.tokens,
+            limit=wish.limit,
+            seq_len=wish.seq_len or opened.seq_len,
+            on_progress=on_progress,
+            reads_all=not wish.is_fast,
+        )
+    else:
+        assert opened.records is not None
+        found = record_stats(opened.records, limit=wish.limit, on_progress=on_progress)
+    return NamedStats(opened.name, found, opened.text_bytes)

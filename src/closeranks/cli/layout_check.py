@@ -1,0 +1,135 @@
+"""How is a layout put to the proof from the command line?
+
+Trains a few steps in one process and under the layout, in float64 and float32, and tells how far they are apart. The
+workers are real ones, under the agent; this process imports torch only to compare what they wrote.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from closeranks.agent.agent import Agent
+from closeranks.cli.layout_list import split_words, with_layout
+from closeranks.core.errors import ConfigError, RunFailed
+from closeranks.facts.layout import Layout
+from closeranks.run.job.job import Job, check_axes, check_workers, layout_for, load_job
+from closeranks.run.job.launch import add_job_folder_to_path, modules_of, plan_for
+from closeranks.run.job.paths import resolve_paths
+
+if TYPE_CHECKING:
+    from closeranks.run.layout_check import LayoutComparison, LayoutDifference
+
+TOLERANCES: dict[str, dict[str, float]] = {
+    "float64": {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9},
+    # Adam divides a tiny gradient by its own size: rounding grows in float32 weights, and says nothing.
+    "float32": {"loss": 1e-5, "gradient": 1e-5},
+}
+_KINDS = {"loss": "losses", "gradient": "first gradients", "weight": "last weights"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCheckResult:
+    """One precision's comparison, and the first thing that should have been equal and was not."""
+
+    precision: str
+    comparison: LayoutComparison
+    first: LayoutDifference | None
+
+
+def check_layout(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
+    text, overrides = split_words(words)
+    tried = with_layout(resolve_paths(load_job(path, overrides).value, path), text)
+    add_job_folder_to_path(path)
+    layout = layout_for(tried, 1)
+    if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:
+        raise ConfigError(problems)
+    console = Console(highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="closeranks-check-") as folder:
+        results = [_prove(tried, layout, precision, steps, Path(folder), console) for precision in precisions]
+    console.print(_table(results))
+    for result in results:
+        if result.first is not None:
+            raise RunFailed(_in_words(layout, result))
+    console.print(f"{layout} trains the same model as one process.")
+
+
+def short_job(job: Job, precision: str, steps: int) -> Job:
+    """A few steps of a job, with nothing around them."""
+    tables = {
+        "train": {"steps": steps, "epochs": None, "precision": precision, "eval_every": 0, "eval_samples": 1},
+        "checkpoint": {"save": False, "resume": ""},
+        "telemetry": {"report": False, "tensorboard": False, "profile": ""},
+        "run": {"hooks": (), "deterministic": True},
+    }
+    return job.model_copy(update={name: getattr(job, name).model_copy(update=keys) for name, keys in tables.items()})
+
+
+def single_process_job(job: Job) -> Job:
+    """The same job in one process."""
+    plain = {"data": 1, "zero": 0, "shard": 0, "tensor": 1, "pipeline": 1, "schedule": "1f1b"}
+    return job.model_copy(update={"layout": job.layout.model_copy(update=plain)})
+
+
+def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, console: Console) -> LayoutCheckResult:
+    few = short_job(job, precision, steps)
+    sides = {
+        "one process": (single_process_job(few), 1),
+        f"{layout} on {layout.num_ranks} workers": (few, layout.num_ranks),
+    }
+    records = []
+    for number, (name, (side, num_workers)) in enumerate(sides.items()):
+        console.print(f"{precision}: {steps} steps, {name} ...")
+        records.append(folder / f"{precision}-{number}")
+        _record(side, num_workers, records[-1])
+    from closeranks.run.layout_check import compare_records
+
+    comparison = compare_records(records[1], records[0])
+    return LayoutCheckResult(precision, comparison, comparison.first_exceeding(TOLERANCES[precision]))
+
+
+def _record(job: Job, num_workers: int, record: Path) -> None:
+    run = record / "run"
+    plan = plan_for(
+        entry="closeranks.run.layout_check:record_entry",
+        payload={"job": job.model_dump(mode="json"), "folder": str(run), "record": str(record)},
+        folder=run,
+        preload=modules_of(job),
+        agent=job.agent,
+        threads=job.run.threads,
+        num_workers=num_workers,
+    )
+    Agent(plan, on_event=lambda rank, event: None, on_output=lambda rank, text: None, on_note=lambda text: None).run()
+
+
+def _table(results: Sequence[LayoutCheckResult]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("relative difference", *_KINDS.values(), ""):
+        table.add_column(title, justify="right" if title in _KINDS.values() else "left", no_wrap=True)
+    for result in results:
+        allowed = TOLERANCES[result.precision]
+        cells = [f"{result.comparison.largest(kind):.1e}{'' if kind in allowed else ' *'}" for kind in _KINDS]
+        verdict = f"within {allowed['loss']:.0e}" if result.first is None else "DIFFERENT"
+        table.add_row(result.precision, *cells, verdict)
+    if any(kind not in TOLERANCES[result.precision] for result in results for kind in _KINDS):
+        table.caption = "* not judged: Adam divides a tiny gradient by its own size, so rounding grows in weights"
+        table.caption_justify = "left"
+    return table
+
+
+def _in_words(layout: Layout, result: LayoutCheckResult) -> str:
+    first = result.first
+    assert first is not None
+    allowed = TOLERANCES[result.precision][first.kind]
+    what = {"loss": f"the loss of {first.name}", "gradient": f"the gradient of '{first.name}'"}
+    named = what.get(first.kind, f"the weight '{first.name}'")
+    return (
+        f"{layout} does not train the same model in {result.precision}: the first to differ is {named}, "
+        f"by {first.relative:.1e} (allowed {allowed:.0e})"
+    )

@@ -1,0 +1,241 @@
+"""What follows from the table, in one sentence? Pure.
+
+Invariants: only a setting whose every run finished is recommended; a difference within the spread of the runs is not
+called one, and then the baseline stays; among those that are clearly better the best is taken, so that a lucky mean
+hides nobody; what is lost is told together with what is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from closeranks.lab.compare.result_table import ResultTable, RunStat, SettingRow
+from closeranks.lab.compare.weighing import CLEAR, is_better, is_faster, is_same, is_slower, is_worse
+from closeranks.telemetry.formatting import brief, duration
+
+_TINY = 1e-5
+"""Of final figures that differ by less than this share, nobody wants to hear the difference."""
+_FEW_TIMES = 1.1
+"""Below this, a ratio is told with two digits."""
+
+
+class AdvicePhrase(NamedTuple):
+    words: str
+    by: RunStat | None
+    """The figure that decided."""
+
+
+def advise(table: ResultTable) -> str:
+    sound = [row for row in table.rows if row.is_sound]
+    if not sound:
+        return f"No setting can be recommended: {_troubles(table.rows)}."
+    if table.target is not None:
+        said = _to_target(table, sound)
+    elif table.is_timed:
+        said = _by_quality(table, sound, "in the same time")
+    else:
+        said = _by_time(table, sound)
+    parts = [said.words]
+    if said.by is not None and said.by.num == 1:
+        parts.append("one run each: no spread is known")
+    if lost := [row for row in table.rows if not row.is_sound]:
+        parts.append(_troubles(lost))
+    return "; ".join(parts) + "."
+
+
+def _to_target(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
+    goal = f"{table.metric} {brief(table.target or 0.0)}"
+    base = table.baseline
+    reached = [row for row in sound if row.has_reached]
+    if not reached:
+        said = _by_quality(table, sound, "within the budget")
+        return AdvicePhrase(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
+    if not base.has_reached:
+        best = _first(reached)
+        gain = f"it reaches {goal} in {duration(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
+        lost = f", but it ends {_loss(table, best)}" if base.is_sound and is_worse(table, best) else ""
+        return AdvicePhrase(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
+    faster = [row for row in reached if row is not base and is_faster(row.speedup)]
+    if not faster:
+        return _stay(table, reached, goal)
+    best = _first(faster)
+    mine, theirs = _mean(best.seconds_to_target), _mean(base.seconds_to_target)
+    gain = f"it reaches {goal} in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
+    lost = f"{_loss(table, best)}{_price(table, best)}"
+    return AdvicePhrase(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
+
+
+def _first(reached: Sequence[SettingRow]) -> SettingRow:
+    return min(reached, key=lambda row: _mean(row.seconds_to_target))
+
+
+def _fell_short(base: SettingRow) -> str:
+    if not base.is_sound:
+        return "does not finish"
+    if not base.num_reached:
+        return "does not get there"
+    return f"gets there with {base.num_reached} of {base.num_runs} {_runs(base)}"
+
+
+def _runs(row: SettingRow) -> str:
+    return "seeds" if row.num_seeds == row.num_runs else "runs"
+
+
+def _stay(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> AdvicePhrase:
+    """Nobody is clearly faster than the baseline."""
+    base = table.baseline
+    took = duration(_mean(base.seconds_to_target))
+    others = [row for row in reached if row is not base]
+    if not others:
+        some = " with every seed" if any(row.num_reached for row in table.rows if row is not base) else ""
+        return AdvicePhrase(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
+    second = _first(others)
+    theirs = duration(_mean(second.seconds_to_target))
+    if is_slower(second.speedup):
+        told = f"it reaches {goal} first, in {took}; the next is {second.name} with {theirs}"
+    else:
+        told = f"it reaches {goal} in {took}, {second.name} in {theirs}, and that is no clear difference"
+        told += f" ({_ratio(second.speedup)})"
+    return AdvicePhrase(f"Stay with {base.name}: {told}", second.speedup)
+
+
+def _speedup(row: SettingRow) -> RunStat | None:
+    return row.speedup
+
+
+def _seconds_ratio(row: SettingRow) -> RunStat | None:
+    return row.seconds_ratio
+
+
+def _ties(best: SettingRow, rows: Sequence[SettingRow], pick: Callable[[SettingRow], RunStat | None]) -> str:
+    """Who else gains as much, as far as the spread lets anybody tell."""
+    most, names = pick(best), []
+    for row in rows:
+        other = pick(row)
+        if row is best or most is None or other is None or not is_faster(other):
+            continue
+        if most.mean - other.mean <= max(most.spread, other.spread, CLEAR):
+            names.append(row.name)
+    return f" ({' and '.join(names)}: no clear difference from it)" if names else ""
+
+
+def _ratio(ratio: RunStat | None) -> str:
+    if ratio is None:
+        return "one has no figure"
+    return f"seed by seed {ratio.mean:.2f}x, spread {ratio.spread:.2f}" if ratio.num > 1 else f"{ratio.mean:.2f}x"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < _FEW_TIMES else f"{ratio:.1f}x"
+
+
+def _by_time(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
+    """The same steps or epochs for all: who is done first without having learned less?"""
+    base = table.baseline
+    if not base.is_sound:
+        best = _quickest(sound)
+        took = duration(_mean(best.seconds))
+        return AdvicePhrase(f"Use {best.name}: it trains in {took}, and {base.name} does not finish", best.seconds)
+    faster = [row for row in sound if row is not base and is_faster(row.seconds_ratio)]
+    if good := [row for row in faster if not is_worse(table, row)]:
+        best = _quickest(good)
+        lost = f"{_loss(table, best)}{_price(table, best)}{_ties(best, good, _seconds_ratio)}"
+        return AdvicePhrase(f"Use {best.name}: it {_in_less_time(best, base)}, {lost}", best.seconds_ratio)
+    if better := [row for row in sound if is_better(table, row)]:
+        best = _furthest(table, better)
+        return _use(table, best, _over_steps(best, base) or "with the same number of steps")
+    if faster:
+        best = _quickest(faster)
+        told = f"{best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
+        return AdvicePhrase(f"Stay with {base.name}: {told}", best.seconds_ratio)
+    return AdvicePhrase(
+        f"Stay with {base.name}: no other setting is clearly faster or ends clearly better", base.seconds
+    )
+
+
+def _quickest(rows: Sequence[SettingRow]) -> SettingRow:
+    return min(rows, key=lambda row: _mean(row.seconds))
+
+
+def _in_less_time(row: SettingRow, base: SettingRow) -> str:
+    mine, theirs = _mean(row.seconds), _mean(base.seconds)
+    steps = _over_steps(row, base)
+    gain = f"trains in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
+    return f"{gain} {steps}" if steps else gain
+
+
+def _over_steps(row: SettingRow, base: SettingRow) -> str:
+    """Where a job counts epochs, another batch makes another number of steps; empty where it is the same."""
+    mine, theirs = round(row.num_steps), round(base.num_steps)
+    return f"with {mine} steps instead of {theirs}" if mine != theirs else ""
+
+
+def _by_quality(table: ResultTable, sound: Sequence[SettingRow], when: str) -> AdvicePhrase:
+    base = table.baseline
+    known = [row for row in sound if row.final is not None]
+    if not known:
+        return AdvicePhrase(f"Stay with {base.name}: no setting has a final {table.metric} to compare", None)
+    best = _furthest(table, known)
+    if base not in known:
+        came = f"it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
+        return AdvicePhrase(f"Use {best.name}: {came}{_price(table, best)}", best.final)
+    if better := [row for row in known if is_better(table, row)]:
+        return _use(table, _furthest(table, better), when)
+    told = "it comes furthest" if best is base else "none ends clearly better"
+    return AdvicePhrase(
+        f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})", base.final
+    )
+
+
+def _furthest(table: ResultTable, rows: Sequence[SettingRow]) -> SettingRow:
+    return (max if table.rises else min)(rows, key=lambda row: _mean(row.final))
+
+
+def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
+    """It ends clearly better than the baseline."""
+    ends = f"{when} it ends at {_final(table)} {brief(_mean(row.final))}"
+    return AdvicePhrase(f"Use {row.name}: {ends}, {_loss(table, row)}{_price(table, row)}", row.final_gap)
+
+
+def _price(table: ResultTable, row: SettingRow) -> str:
+    """What else it takes: time, where it is slower, and workers."""
+    base, words = table.baseline, ""
+    if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
+        what = "but takes" if table.target is None else "but the whole budget takes"
+        words = f", {what} {duration(_mean(row.seconds))} instead of {duration(_mean(base.seconds))}"
+    if row.num_workers != base.num_workers:
+        words += f", on {row.num_workers} workers instead of {base.num_workers}"
+    return words
+
+
+def _loss(table: ResultTable, row: SettingRow) -> str:
+    """What a setting costs in quality, seed against seed."""
+    gap, base = row.final_gap, table.baseline
+    if gap is None:
+        return f"with no final {table.metric} to compare"
+    spread = [f"spread {brief(gap.spread)}"] if gap.num > 1 else []
+    if is_same(gap, base):
+        is_tiny = base.final is not None and abs(gap.mean) < _TINY * abs(base.final.mean)
+        differs = "" if is_tiny else f" ({', '.join([f'difference {brief(gap.mean)}', *spread])})"
+        return f"with the same final {table.metric} as {base.name}{differs}"
+    side = "higher" if gap.mean > 0 else "lower"
+    told = f"at a final {table.metric} {brief(abs(gap.mean))} {side} than {base.name}"
+    return f"{told} ({spread[0]})" if spread else told
+
+
+def _final(table: ResultTable) -> str:
+    return f"{'evaluation' if table.is_evaluated else 'training'} {table.metric}"
+
+
+def _troubles(rows: Sequence[SettingRow]) -> str:
+    return ", ".join(f"{row.name} {row.reason.partition(':')[0]}" for row in rows)
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def _mean(stat: RunStat | None) -> float:
+    assert stat is not None
+    return stat.mean

@@ -1,0 +1,59 @@
+"""How does a comparison go, from its file to its recommendation? Also from Python:
+
+    story = carry_out(Path("compare.toml"))
+    story.advice, story.table.rows, story.outcomes
+
+Invariants: nothing runs before everything was checked; whatever was run is written down; the folder is this
+comparison's alone until then. No torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from closeranks.core.environment import detect_world
+from closeranks.core.errors import SetupError
+from closeranks.lab.compare.advice import advise
+from closeranks.lab.compare.comparison_plan import ComparisonRun, make_plan
+from closeranks.lab.compare.config import load_compare
+from closeranks.lab.compare.report import ComparisonResult, outcome_line, print_result, write_report
+from closeranks.lab.compare.result_table import make_table
+from closeranks.lab.compare.run_environment import choose_environment
+from closeranks.lab.compare.run_outcome import ComparisonRunOutcome, read_outcome
+from closeranks.lab.compare.run_records import ComparisonRunFolder, RunRecord, failed_runs
+from closeranks.lab.compare.runner import run_all
+from closeranks.run.job.ownership import owned_folder
+
+
+def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> ComparisonResult:
+    """The whole comparison: what it came to is written down, shown, and returned."""
+    if detect_world().launcher in ("torchrun", "slurm"):
+        raise SetupError("`closeranks compare` starts its own workers", "Start it without torchrun or srun.")
+    compare = load_compare(file, overrides)
+    plan = make_plan(compare, file)
+    place = choose_environment(plan)
+    if place.not_counted_reason:
+        typer.echo(f"Bytes are not measured: {place.not_counted_reason}.")
+    outcomes: list[ComparisonRunOutcome] = []
+
+    def on_done(run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord) -> str:
+        outcomes.append(read_outcome(compare, run, slot, record))
+        return outcome_line(outcomes[-1])
+
+    with owned_folder(plan.folder, "a comparison"):
+        if retry:
+            for slot in failed_runs(plan):
+                slot.clear()
+        run_all(plan, place, on_done)
+        table = make_table(compare, outcomes)
+        command = shlex.join(["closeranks", "compare", str(file), *overrides])
+        story = ComparisonResult(plan, tuple(outcomes), table, advise(table), place.not_counted_reason, command)
+        files = write_report(story)
+    typer.echo()
+    print_result(story)
+    typer.echo(f"\n{story.advice}\nwritten down in {', '.join(str(path) for path in files)}")
+    return story

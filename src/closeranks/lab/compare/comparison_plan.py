@@ -1,0 +1,169 @@
+"""Which runs does a comparison consist of, and is each of them possible?
+
+Invariants: every setting's job is loaded and checked before the first run starts; all runs of a comparison have the
+same seeds and the same budget, which no setting may change; a run that would come out the same has the same key, so
+that it is found again. Settings are interleaved, and every other round goes backwards: a machine that grows slower
+meets them all alike. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from closeranks import __version__
+from closeranks.core.config.origin import COMMAND_LINE
+from closeranks.core.config.overrides import Override, parse_overrides
+from closeranks.core.config.toml import Parts, dotted_key, format_value
+from closeranks.core.errors import ConfigError, Problem, UserError
+from closeranks.lab.compare.config import Changes, CompareConfig, ComparisonSetting, as_user_error
+from closeranks.run.job.job import Job, check_workers, load_job
+from closeranks.run.job.launch import workers_of
+
+QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
+"""A comparison needs none of them; a setting that wants to measure them says so. Left to themselves, second copies take
+the link under some settings and not under others."""
+_OURS = {
+    "run.seed": "The seeds of a comparison are its own: write seeds = [0, 1, 2].",
+    "run.folder": "Each run gets a folder of its own: write folder at the top for all of them.",
+    "train.steps": "All settings have one budget: write [budget] steps.",
+    "train.epochs": "All settings have one budget: write [budget] epochs.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonCase:
+    """One setting, ready to run."""
+
+    name: str
+    overrides: tuple[str, ...]
+    """All that the command line of a run says but its seed and folder."""
+    num_workers: int
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRun:
+    case: ComparisonCase
+    seed: int
+    repeat: int
+    key: str
+    """What makes it this run and no other, as a few letters."""
+
+    @property
+    def name(self) -> str:
+        again = f"-{self.repeat + 1}" if self.repeat else ""
+        slug = re.sub(r"[^\w.]+", "-", self.case.name).strip("-.") or "setting"
+        return f"{slug}-seed{self.seed}{again}-{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonPlan:
+    compare: CompareConfig
+    job_file: Path
+    cases: tuple[ComparisonCase, ...]
+    runs: tuple[ComparisonRun, ...]
+    """In the order in which they run."""
+    folder: Path
+
+
+def make_plan(compare: CompareConfig, path: Path) -> ComparisonPlan:
+    """Refuses everything that can be refused before hours were spent on the first run."""
+    job_file = find_job(compare.job, path)
+    cases = tuple(_case(compare, setting, job_file) for setting in compare.setting)
+    folder = Path(compare.folder or Path("runs") / f"compare-{path.stem}").expanduser()
+    return ComparisonPlan(compare, job_file, cases, tuple(_in_turns(compare, cases)), folder)
+
+
+def find_job(name: str, beside: Path) -> Path:
+    places = [beside.parent / name, Path(name)]
+    for place in places:
+        if place.is_file():
+            return place
+    shown = " nor at ".join(dict.fromkeys(str(place) for place in places))
+    raise UserError(f"there is no job file at {shown}", f"Set job in {beside.name} to the file that shall be trained.")
+
+
+def override_texts(changes: Changes) -> list[str]:
+    """What is changed, as the command line says it."""
+    if not isinstance(changes, Mapping):
+        return list(changes)
+    return [f"{dotted_key(parts)}={format_value(value)}" for parts, value in _leaves(changes, ())]
+
+
+def _leaves(values: Mapping[str, Any], parts: Parts) -> Iterator[tuple[Parts, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*parts, key))
+        else:
+            yield (*parts, key), value
+
+
+def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) -> ComparisonCase:
+    where = f"setting '{setting.name}'"
+    own = [*override_texts(compare.set), *override_texts(setting.set)]
+    overrides = (*QUIET, *own, *_budget(compare))
+    try:
+        if problems := list(_claims(own)):
+            raise ConfigError(problems)
+        job = load_job(job_file, overrides).value
+        num_workers = _workers(compare, setting, job)
+        if problems := check_workers(job, num_workers):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        raise as_user_error(ConfigError([_plainly(problem) for problem in error.problems]), where) from None
+    return ComparisonCase(setting.name, overrides, num_workers, job)
+
+
+def _plainly(problem: Problem) -> Problem:
+    """A setting is read as the command line is, but nobody typed it there."""
+    return replace(problem, origin="") if problem.origin == str(COMMAND_LINE) else problem
+
+
+def _workers(compare: CompareConfig, setting: ComparisonSetting, job: Job) -> int:
+    wanted = setting.workers or compare.workers
+    if compare.network is not None:
+        return wanted or compare.network.hosts
+    return workers_of(job, wanted)
+
+
+def _budget(compare: CompareConfig) -> list[str]:
+    budget = compare.budget
+    given = {"train.steps": budget.steps, "train.epochs": budget.epochs}
+    return [f"{key}={format_value(value)}" for key, value in given.items() if value is not None]
+
+
+def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
+    """What a setting may not change, or the runs could not be compared."""
+    known: list[Override] = parse_overrides(Job, overrides)[0]
+    for override in known:
+        for parts in _set_by(override):
+            if (place := dotted_key(parts)) in _OURS:
+                yield Problem(place, "a comparison sets this itself", _OURS[place])
+
+
+def _set_by(override: Override) -> list[Parts]:
+    """The keys, also where a whole table is given: ``train={steps=5}``."""
+    if not isinstance(override.value, Mapping):
+        return [override.parts]
+    return [parts for parts, _ in _leaves(override.value, override.parts)]
+
+
+def _in_turns(compare: CompareConfig, cases: Sequence[ComparisonCase]) -> Iterator[ComparisonRun]:
+    rounds = [(seed, repeat) for repeat in range(compare.repeats) for seed in compare.seeds]
+    for number, (seed, repeat) in enumerate(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            yield ComparisonRun(case, seed, repeat, _key(compare, case, seed, repeat))
+
+
+def _key(compare: CompareConfig, case: ComparisonCase, seed: int, repeat: int) -> str:
+    job = case.job.model_dump(mode="json")
+    job["run"] |= {"seed": seed, "folder": "", "name": ""}
+    network = compare.network.model_dump() if compare.network else None
+    told = [job, case.num_workers, seed, repeat, network, compare.budget.seconds, __version__]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,0 +1,228 @@
+"""Where does a run of a comparison run, so that what it sends can be counted, and its links have a known width?
+
+Hosts are namespaces without names, each held by a process (its init) that the kernel kills together with us; with it
+goes everything on that host, its interfaces and its links. Nothing is put into the machine's own network. Invariant:
+what was made is gone when ``close`` returns, and also where there was no time to call it.
+
+    switch namespace            p0 -- eth0 of host 0       tbf on both ends: the width of the link
+      a bridge, or relay.py     p1 -- eth0 of host 1
+      where there is a delay
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from closeranks.core.errors import SetupError
+from closeranks.core.linux import die_with_parent
+from closeranks.lab.compare import delay_switch as relay
+from closeranks.lab.compare.config import NetworkConfig
+
+_SUBNET = "10.78.0"
+_NEEDED = ("unshare", "nsenter", "ip", "mount", "hostname")
+_UNSHARE = ("unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--propagation=private", "--fork")
+_INIT = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && mount -t proc proc /proc '
+    "&& ip link set lo up && echo up && exec sleep infinity"
+)
+_FIX = "Leave [network] away, or set isolate = false."
+_PATIENCE_S = 30.0
+_QUEUE_MS = 50
+_BURST_S, _LEAST_BURST = 0.002, 1 << 16
+"""Short enough that a step cannot hide in it; no less than the kernel's largest segment."""
+
+
+def unavailable_reason(*, shaped: bool) -> str:
+    """Why there can be no hosts here; empty where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in (*_NEEDED, *(("tc",) if shaped else ())) if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be found (packages iproute2 and util-linux)"
+    tried = subprocess.run(
+        [*_UNSHARE, "mount", "-t", "proc", "proc", "/proc"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    return f"namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class NamespaceHost:
+    """One host: its init, its interface."""
+
+    def __init__(self, number: int, hosts_file: Path, interface: str) -> None:
+        self.name = f"host{number}"
+        self.address = address_of(number)
+        self._interface = interface
+        script = ["sh", "-c", _INIT, "init", self.name, str(hosts_file)]
+        self._unshare = _held([*_UNSHARE, "--kill-child=KILL", *script])
+        self.init_pid = _init_of(self._unshare)
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(self, command: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
+        """A process on this host, in its session."""
+        inside = ["nsenter", "--target", str(self.init_pid), "--all", f"--wd={os.getcwd()}", "--", *command]
+        process = subprocess.Popen(
+            inside, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._processes.append(process)
+        return process
+
+    def sent_bytes(self) -> int:
+        """What left through its interface since it was made."""
+        try:
+            table = Path(f"/proc/{self.init_pid}/net/dev").read_text()
+        except OSError as error:
+            what = f"{self.name} of the comparison ended before its run did: {error.strerror}"
+            raise SetupError(what, "Look at the memory of this machine; the same command goes on.") from error
+        return sent_bytes(table, self._interface)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.init_pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait(timeout=_PATIENCE_S)
+        with suppress(subprocess.TimeoutExpired):
+            self._unshare.wait(timeout=_PATIENCE_S)  # it is gone when its init is
+        _end(self._unshare)
+
+
+class NamespaceHosts:
+    """The hosts of one run: one alone with its loopback, or several on a switch."""
+
+    def __init__(self, network: NetworkConfig | None) -> None:
+        self._network = network
+        self._stays: list[subprocess.Popen[str]] = []
+        self.hosts: list[NamespaceHost] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="closeranks-compare-")
+
+    def __enter__(self) -> NamespaceHosts:
+        num_hosts = self._network.hosts if self._network else 1
+        names = [f"{address_of(n) if self._network else '127.0.0.1'} host{n}\n" for n in range(num_hosts)]
+        path = Path(self._folder.name, "hosts")
+        path.write_text("127.0.0.1 localhost\n" + "".join(names))
+        try:
+            for number in range(num_hosts):
+                self.hosts.append(NamespaceHost(number, path, "eth0" if self._network else "lo"))
+            if self._network is not None:
+                self._join(self._network)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def sent_bytes(self) -> int:
+        """Of all hosts together: each byte that crosses a link counts once."""
+        return sum(host.sent_bytes() for host in self.hosts)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+        for process in reversed(self._stays):
+            _end(process)
+        self._folder.cleanup()
+
+    def _join(self, network: NetworkConfig) -> None:
+        switch = _held(["unshare", "--net", "sh", "-c", "echo up && exec sleep infinity"])
+        self._stays.append(switch)
+        ports = [f"p{number}" for number in range(len(self.hosts))]
+        if not network.delay_ms:
+            _inside(switch.pid, "ip", "link", "add", "br0", "type", "bridge")
+            _inside(switch.pid, "ip", "link", "set", "br0", "up")
+        for host, port in zip(self.hosts, ports, strict=True):
+            _plug(host, port, switch.pid, network)
+        if network.delay_ms:
+            program = [sys.executable, relay.__file__, "--delay-ms", f"{network.delay_ms:g}", *ports]
+            self._stays.append(_held(["nsenter", f"--net=/proc/{switch.pid}/ns/net", "--", *program]))
+
+
+def _plug(host: NamespaceHost, port: str, switch: int, network: NetworkConfig) -> None:
+    pid = str(host.init_pid)
+    _inside(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+    if not network.delay_ms:
+        _inside(switch, "ip", "link", "set", port, "master", "br0")
+    _inside(switch, "ip", "link", "set", port, "up")
+    _inside(host.init_pid, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+    _inside(host.init_pid, "ip", "link", "set", "eth0", "up")
+    if network.mbit:
+        burst = max(_LEAST_BURST, int(network.mbit * 1e6 / 8 * _BURST_S))
+        width = ("rate", f"{network.mbit * 1000:.0f}kbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms")
+        for pid_there, device in ((host.init_pid, "eth0"), (switch, port)):
+            _inside(pid_there, "tc", "qdisc", "add", "dev", device, "root", "tbf", *width)
+
+
+def address_of(number: int) -> str:
+    return f"{_SUBNET}.{number + 1}"
+
+
+def sent_bytes(table: str, interface: str) -> int:
+    """From the kernel's table of interfaces: the ninth figure of a line is what was sent."""
+    for line in table.splitlines():
+        name, colon, figures = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(figures.split()[8])
+    return 0
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _init_of(unshare: subprocess.Popen[str]) -> int:
+    """Who holds the namespaces; without it nothing can be started in them, nor ended."""
+    if children := children_of(unshare.pid):
+        return children[0]
+    _end(unshare)
+    raise SetupError("a host for the comparison ended at once, or this kernel does not tell its children", _FIX)
+
+
+def _held(command: Sequence[str]) -> subprocess.Popen[str]:
+    """A process that says when it is ready, and stays until it is ended, or until we end."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    assert process.stdout is not None
+    told = process.stdout.readline().strip()
+    if told != "up":
+        _end(process)
+        raise SetupError(f"a host for the comparison has not started: {told}", _FIX)
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(timeout=_PATIENCE_S)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _inside(pid: int, *command: str) -> None:
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        raise SetupError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", _FIX)

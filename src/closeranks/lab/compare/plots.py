@@ -1,0 +1,223 @@
+"""What does a comparison look like? Two pictures: the losses of all settings, and bars of what they cost.
+
+Drawn from outcomes and table alone. Invariant: a setting has one colour in all panels; bars begin at nothing; what was
+not measured or not reached is said in words where its bar would be. matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from closeranks.lab.compare.config import CompareConfig
+from closeranks.lab.compare.result_table import ResultTable, RunStat, SettingRow
+from closeranks.lab.compare.run_outcome import ComparisonRunOutcome, MetricPoint
+from closeranks.telemetry.formatting import brief, count, duration, size, tick
+from closeranks.telemetry.reports.curves import quantile, wants_log_scale
+
+_INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e6eaef"
+_COLOURS = ("#2563a8", "#e07b28", "#2f855a", "#7c4d9e", "#c53030", "#0e8f9c", "#8a6d1f", "#d1568b", "#52606d")
+_MOST_POINTS = 400
+_LONGEST = 26
+
+
+def draw_curves(
+    path: Path, compare: CompareConfig, table: ResultTable, outcomes: Sequence[ComparisonRunOutcome]
+) -> Path | None:
+    """Loss over time and over steps: a thin line for each run, a thick one for the mean; None: nothing to draw."""
+    drawn = [row for row in table.rows if any(len(one.losses) > 1 for one in outcomes if one.setting == row.name)]
+    if not drawn:
+        return None
+    figure = _figure(10.4, 4.8)
+    grid = figure.add_gridspec(1, 2, left=0.065, right=0.985, top=0.79, bottom=0.19, wspace=0.16)
+    panels = (
+        (figure.add_subplot(grid[0]), "loss over time", "seconds of training", lambda point: point.at_s),
+        (figure.add_subplot(grid[1]), "loss over steps", "step", lambda point: float(point.step)),
+    )
+    is_log = wants_log_scale(point.value for one in _sound(outcomes) for point in one.losses)
+    for axes, title, label, place in panels:
+        _tidy(axes, title + (" (log scale)" if is_log else ""), label)
+        if is_log:
+            axes.set_yscale("log")
+        for row in drawn:
+            runs = [one.losses for one in outcomes if one.setting == row.name]
+            _draw_runs(axes, runs, place, _colour(table, row), _short(row.name))
+        _limit(axes, outcomes)
+        if compare.target is not None and compare.target.metric == "loss":
+            goal = compare.target.value
+            axes.axhline(goal, color=_INK, linewidth=1.0, linestyle=(0, (2, 3)), zorder=1)
+            axes.annotate(
+                f"target {brief(goal)}", (1.0, goal), xycoords=("axes fraction", "data"),
+                xytext=(-2, 3), textcoords="offset points", fontsize=8, color=_INK, ha="right", va="bottom",
+            )  # fmt: skip
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9, labelcolor=_INK
+    )
+    runs_each = max(row.num_runs for row in table.rows)
+    _head(figure, compare, f"{count(runs_each, 'run')} of each setting; thick: their mean")
+    return _save(figure, path)
+
+
+def draw_bars(path: Path, compare: CompareConfig, table: ResultTable) -> Path:
+    """Steps a second, bytes a step, time to the target, the final figure."""
+    goal = f"seconds to {table.metric} {brief(table.target)}" if table.target is not None else "seconds of training"
+    panels: list[tuple[str, Callable[[SettingRow], RunStat | None], Callable[[float], str], str]] = [
+        ("steps a second", lambda row: row.steps_per_s, brief, "not measured"),
+        ("bytes sent a step", lambda row: row.bytes_per_step, size, "not measured"),
+        (goal, _target_or_all(table), duration, "not reached" if table.target is not None else "not measured"),
+        (f"final {table.metric}", lambda row: row.final, brief, "not measured"),
+    ]
+    num = len(table.rows)
+    figure = _figure(11.6, 1.75 + 0.42 * num)
+    left = 0.03 + 0.0075 * max(len(_short(row.name)) for row in table.rows)
+    top, bottom = 1 - 1.15 / (1.75 + 0.42 * num), 0.3 / (1.75 + 0.42 * num)
+    grid = figure.add_gridspec(1, len(panels), left=left, right=0.985, top=top, bottom=bottom, wspace=0.12)
+    for number, (title, pick, words, missing) in enumerate(panels):
+        axes = figure.add_subplot(grid[number])
+        _draw_bars(axes, table, pick, words, missing)
+        axes.set_title(title, loc="left", fontsize=9.5, color=_INK, fontweight="bold", pad=6)
+        axes.set_yticks(range(num), [_short(row.name) for row in table.rows] if number == 0 else [""] * num)
+    _head(figure, compare, "bars: means; whiskers: from the lowest run to the highest")
+    return _save(figure, path)
+
+
+def _target_or_all(table: ResultTable) -> Callable[[SettingRow], RunStat | None]:
+    return (lambda row: row.seconds_to_target) if table.target is not None else (lambda row: row.seconds)
+
+
+def _draw_bars(
+    axes: Any,
+    table: ResultTable,
+    pick: Callable[[SettingRow], RunStat | None],
+    words: Callable[[float], str],
+    missing: str,
+) -> None:
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color("#c3cbd4")
+    axes.tick_params(axis="y", length=0, labelsize=9.5, labelcolor=_INK)
+    axes.set_xticks([])
+    axes.set_ylim(len(table.rows) - 0.5, -0.5)
+    highest = max((stat.high for row in table.rows if (stat := pick(row))), default=0.0) or 1.0
+    axes.set_xlim(0, 1.5 * highest)  # room for the figure at the end of the longest bar
+    for place, row in enumerate(table.rows):
+        stat = pick(row)
+        if stat is None:
+            text = row.reason.partition(":")[0] or missing
+            axes.text(0.02 * highest, place, text, fontsize=8.5, color=_QUIET, va="center", style="italic")
+            continue
+        axes.barh(place, stat.mean, height=0.62, color=_colour(table, row), alpha=0.88)
+        if stat.num > 1:
+            axes.plot([stat.low, stat.high], [place, place], color=_INK, linewidth=1.1, solid_capstyle="butt")
+        axes.text(stat.high + 0.03 * highest, place, words(stat.mean), fontsize=9, color=_INK, va="center")
+
+
+def _draw_runs(
+    axes: Any, runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float], colour: str, name: str
+) -> None:
+    runs = [_thin(run) for run in runs if len(run) > 1]
+    alone = len(runs) == 1
+    for run in runs:
+        xs, ys = [place(point) for point in run], [point.value for point in run]
+        axes.plot(xs, ys, color=colour, linewidth=2.0 if alone else 0.8, alpha=1 if alone else 0.35,
+                  label=name if alone else None)  # fmt: skip
+    if not alone:
+        xs, ys = mean_line(runs, place)
+        axes.plot(xs, ys, color=colour, linewidth=2.0, label=name, solid_capstyle="round")
+
+
+def mean_line(
+    runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float]
+) -> tuple[list[float], list[float]]:
+    """The mean of several runs, as far as all of them go, at places of the one with the most points."""
+    first = max(place(run[0]) for run in runs)
+    last = min(place(run[-1]) for run in runs)
+    longest = max(runs, key=len)
+    xs = [x for point in longest if first <= (x := place(point)) <= last]
+    return xs, [mean(_value_at(run, x, place) for run in runs) for x in xs]
+
+
+def _value_at(run: Sequence[MetricPoint], x: float, place: Callable[[MetricPoint], float]) -> float:
+    for before, after in pairwise(run):
+        if place(before) <= x <= place(after):
+            width = place(after) - place(before)
+            share = (x - place(before)) / width if width > 0 else 0.0
+            return before.value + share * (after.value - before.value)
+    return run[-1].value
+
+
+def _thin(run: Sequence[MetricPoint]) -> list[MetricPoint]:
+    stride = math.ceil(len(run) / _MOST_POINTS)
+    return [*run[:-1:stride], run[-1]]
+
+
+def _sound(outcomes: Sequence[ComparisonRunOutcome]) -> Sequence[ComparisonRunOutcome]:
+    return [one for one in outcomes if one.is_sound] or outcomes
+
+
+def _limit(axes: Any, outcomes: Sequence[ComparisonRunOutcome]) -> None:
+    """What diverged may leave the picture, what was learned stays in it."""
+    values = [point.value for one in _sound(outcomes) for point in one.losses if math.isfinite(point.value)]
+    if values:
+        low, high = min(values), quantile(values, 0.998)
+        margin = 0.05 * (high - low) or 0.1
+        if axes.get_yscale() == "log":
+            axes.set_ylim(low / 1.15, high * 1.15)
+        else:
+            axes.set_ylim(low - margin, high + margin)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(axes: Any, title: str, label: str) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c3cbd4")
+    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3, which="both")
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
+    axes.set_xlabel(label, fontsize=8.5, color=_QUIET, labelpad=2)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK, fontweight="bold", pad=7)
+
+
+def _head(figure: Any, compare: CompareConfig, note: str) -> None:
+    height = figure.get_size_inches()[1]
+    where = ""
+    if compare.network is not None:
+        network = compare.network
+        parts = [f"{network.hosts} hosts"]
+        parts += [f"{network.mbit:g} Mbit/s"] if network.mbit else []
+        parts += [f"{network.delay_ms:g} ms"] if network.delay_ms else []
+        where = ", ".join(parts) + "   ·   "
+    name = Path(compare.job).stem
+    figure.text(0.012, 1 - 0.25 / height, name, fontsize=14, fontweight="bold", color=_INK, va="center")
+    figure.text(0.012, 1 - 0.5 / height, where + note, fontsize=9, color=_QUIET, va="center")
+
+
+def _colour(table: ResultTable, row: SettingRow) -> str:
+    return _COLOURS[table.rows.index(row) % len(_COLOURS)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
+
+
+def _save(figure: Any, path: Path) -> Path:
+    """Replaced whole: a viewer that has the picture open never sees half of one."""
+    unfinished = path.with_name(f".{path.name}")
+    figure.savefig(unfinished, dpi=140, facecolor="white", format="png")
+    return unfinished.replace(path)

@@ -1,0 +1,198 @@
+"""How is a comparison told: a table on a terminal, a page, figures for machines, pictures?
+
+    COMPARISON/compare.md                  the recommendation, the table, the pictures, how to do it again
+               compare.json                everything: per setting, per run
+               runs.csv                    a line for each run
+               curves.png, bars.png        what people look at
+
+Invariant: what a page says of the conditions is what they were: seeds, network, bytes, machines.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from closeranks import __version__
+from closeranks.lab.compare.comparison_plan import ComparisonPlan, override_texts
+from closeranks.lab.compare.plots import draw_bars, draw_curves
+from closeranks.lab.compare.result_table import ResultTable, SettingRow
+from closeranks.lab.compare.run_outcome import ComparisonRunOutcome
+from closeranks.lab.compare.run_records import disk_errors_explained
+from closeranks.lab.compare.table_text import headings_and_cells
+from closeranks.run.state.checkpoint_lookup import print_table
+from closeranks.telemetry.formatting import brief, duration, number, size
+
+_LEFT = ("setting", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonResult:
+    """All that a comparison came to."""
+
+    plan: ComparisonPlan
+    outcomes: tuple[ComparisonRunOutcome, ...]
+    table: ResultTable
+    advice: str
+    uncounted: str = ""
+    """Why bytes were not measured."""
+    command: str = ""
+
+
+def outcome_line(outcome: ComparisonRunOutcome) -> str:
+    """One run, in a line."""
+    if not outcome.is_sound:
+        return f"{outcome.state} after {duration(outcome.wall_s)}: {outcome.reason}"
+    parts = [duration(outcome.wall_s), f"{outcome.num_steps} steps"]
+    if outcome.steps_per_s is not None:
+        parts.append(f"{brief(outcome.steps_per_s)} steps/s")
+    if outcome.bytes_per_step is not None:
+        parts.append(f"{size(outcome.bytes_per_step)} a step")
+    if outcome.seconds_to_target is not None:
+        parts.append(f"target after {duration(outcome.seconds_to_target)}")
+    final = outcome.final("loss", is_evaluated=outcome.eval_loss is not None)
+    return ", ".join([*parts, *([f"final loss {number(final)}"] if final is not None else [])])
+
+
+def print_result(story: ComparisonResult) -> None:
+    headings, rows = headings_and_cells(story.table)
+    right = [name for name in headings if name not in _LEFT]
+    print_table(headings, rows, right=right, spare=("memory", "x", "cost", "training", "note"))
+
+
+def write_report(story: ComparisonResult) -> list[Path]:
+    """All files; what they are called, those first that people open."""
+    with disk_errors_explained(story.plan.folder):
+        return _write_all(story, story.plan.folder)
+
+
+def _write_all(story: ComparisonResult, folder: Path) -> list[Path]:
+    compare, table = story.plan.compare, story.table
+    bars = draw_bars(folder / "bars.png", compare, table)
+    curves = draw_curves(folder / "curves.png", compare, table, story.outcomes)
+    pictures = [path for path in (curves, bars) if path is not None]
+    _write(folder / "compare.json", json.dumps(as_json(story), indent=1, allow_nan=False) + "\n")
+    _write_runs(folder / "runs.csv", story.outcomes)
+    _write(folder / "compare.md", markdown_page(story, [path.name for path in pictures]))
+    return [folder / "compare.md", *pictures, folder / "compare.json", folder / "runs.csv"]
+
+
+def as_json(story: ComparisonResult) -> dict[str, Any]:
+    table = story.table
+    told = {
+        "closeranks": __version__,
+        "command": story.command,
+        "job": str(story.plan.job_file),
+        "compare": story.plan.compare.model_dump(mode="json"),
+        "recommendation": story.advice,
+        "baseline": table.baseline.name,
+        "metric": table.metric,
+        "bytes_not_measured": story.uncounted,
+        "settings": [_setting(story, row) for row in table.rows],
+    }
+    return _finite(told)  # type: ignore[no-any-return]
+
+
+def _setting(story: ComparisonResult, row: SettingRow) -> dict[str, Any]:
+    (case,) = [case for case in story.plan.cases if case.name == row.name]
+    metric, is_evaluated = story.table.metric, story.table.is_evaluated
+    mine = [one for one in story.outcomes if one.setting == row.name]
+    runs = [{**_flat(one), "final": one.final(metric, is_evaluated=is_evaluated)} for one in mine]
+    return {**asdict(row), "overrides": list(case.overrides), "runs": runs}
+
+
+def _flat(outcome: ComparisonRunOutcome) -> dict[str, Any]:
+    """All but the curve, which the run folder holds."""
+    return {one.name: getattr(outcome, one.name) for one in fields(outcome) if one.name != "losses"}
+
+
+def _finite(value: Any) -> Any:
+    """Strict JSON has no number for what is not finite: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_runs(path: Path, outcomes: Sequence[ComparisonRunOutcome]) -> None:
+    rows = [_flat(one) for one in outcomes]
+    figures = [
+        {**one.metrics, **{f"eval_{name}": value for name, value in one.eval_metrics.items()}} for one in outcomes
+    ]
+    with path.open("w", newline="") as file:
+        names = [name for name in rows[0] if name not in ("metrics", "eval_metrics")]
+        more = sorted({name for each in figures for name in each})
+        lines = csv.DictWriter(file, [*names, *more], lineterminator="\n")
+        lines.writeheader()
+        for row, each in zip(rows, figures, strict=True):
+            lines.writerow({**{name: row[name] for name in names}, **each})
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def markdown_page(story: ComparisonResult, pictures: Sequence[str]) -> str:
+    headings, rows = headings_and_cells(story.table)
+    lines = ["| " + " | ".join(headings) + " |", "|" + "".join(_rule(name) for name in headings)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    shown = [f"![{Path(name).stem}]({name})" for name in pictures]
+    return "\n\n".join(
+        [
+            f"# {Path(story.plan.compare.job).stem}: {len(story.table.rows)} settings compared",
+            story.advice,
+            "\n".join(lines),
+            conditions(story),
+            *shown,
+            "\n".join(["## Settings", "", *_settings(story)]),
+            f"Again: `{story.command}`\n",
+        ]
+    )
+
+
+def _rule(name: str) -> str:
+    return "---|" if name in _LEFT else "---:|"
+
+
+def conditions(story: ComparisonResult) -> str:
+    """Under which conditions these figures hold, in a paragraph."""
+    compare, table = story.plan.compare, story.table
+    seeds = ", ".join(map(str, compare.seeds))
+    runs = f"Each setting ran with seeds {seeds}" + (f", {compare.repeats} times each" if compare.repeats > 1 else "")
+    parts = [f"{runs}, settings in turns. ± is the standard deviation over the runs that finished."]
+    others = [f"{table.baseline.name} is what `x`, `speed-up` and `above baseline` are against, seed by seed."]
+    network = compare.network
+    if network is not None:
+        width = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
+        parts.append(
+            f"{network.hosts} hosts (network namespaces), {width}, {network.delay_ms:g} ms between two of them."
+        )
+        parts.append("Bytes are those that crossed the links.")
+    elif story.uncounted:
+        but = ", but in runs from before" if any(one.bytes_total is not None for one in story.outcomes) else ""
+        parts.append(f"Bytes were not measured{but}: {story.uncounted}.")
+    else:
+        parts.append("Bytes are those that the workers sent one another over loopback.")
+    of = "the last evaluation" if table.is_evaluated else "the last tenth of training"
+    parts.append(f"The final {table.metric} is that of {of}; times are of training, evaluations left out.")
+    machines = list(dict.fromkeys(one.machine for one in story.outcomes if one.machine))
+    if len(machines) > 1:
+        parts.append(f"Times of different machines are mixed: {'; '.join(machines)}.")
+    return " ".join([*parts, *others])
+
+
+def _settings(story: ComparisonResult) -> list[str]:
+    common = override_texts(story.plan.compare.set)
+    lines = [f"- all: `{' '.join(common)}`"] if common else []
+    for setting in story.plan.compare.setting:
+        changes = " ".join(override_texts(setting.set))
+        lines.append(f"- {setting.name}: `{changes}`" if changes else f"- {setting.name}: the job as it is")
+    return lines

@@ -1,0 +1,58 @@
+"""Where do the runs of a comparison happen, and can their bytes be counted there?
+
+Invariant: a place where the job could not run is refused before anything runs. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from closeranks.core.errors import SetupError
+from closeranks.lab.compare.comparison_plan import ComparisonPlan
+from closeranks.lab.compare.config import NetworkConfig
+from closeranks.lab.compare.namespaces import unavailable_reason
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnvironment:
+    """Where runs happen: plainly here, or in namespaces."""
+
+    network: NetworkConfig | None
+    is_counted: bool
+    not_counted_reason: str = ""
+    """Why bytes are not counted."""
+
+
+def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
+    """Refuses a network that cannot be made, or that the job could not do with; without one, says why bytes will not be
+    counted."""
+    network = plan.compare.network
+    far = next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), "")
+    if network is not None:
+        if far:
+            fix = "Name a copy on this machine, or leave [network] away."
+            raise SetupError(f"the job needs {far}, which the hosts of [network] cannot reach", fix)
+        if reason := unavailable_reason(shaped=bool(network.mbit)):
+            raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Leave [network] away, or be root.")
+        return RunEnvironment(network, is_counted=True)
+    if not plan.compare.isolate:
+        return RunEnvironment(None, is_counted=False, not_counted_reason="isolate = false")
+    if far:
+        return RunEnvironment(
+            None, is_counted=False, not_counted_reason=f"the job needs {far}, which a namespace of its own cannot reach"
+        )
+    reason = unavailable_reason(shaped=False)
+    return RunEnvironment(None, is_counted=not reason, not_counted_reason=reason)
+
+
+def _addresses(value: object) -> Iterator[str]:
+    """What the job names of other machines."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _addresses(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _addresses(one)
+    elif isinstance(value, str) and "://" in value and not value.startswith(("file://", "memory://")):
+        yield value

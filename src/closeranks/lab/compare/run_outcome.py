@@ -1,0 +1,251 @@
+"""What does a run that is over tell: how fast, how far, at what price? Pure but for ``read_outcome``.
+
+Invariants: times are of training alone, evaluations and saves left out; figures of training and of evaluations stay
+apart; a figure that nobody measured, or that is no number, is None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+
+from closeranks.core.events import Evaluated, StepDone
+from closeranks.lab.compare.comparison_plan import ComparisonRun
+from closeranks.lab.compare.config import CompareConfig, ComparisonTarget
+from closeranks.lab.compare.run_records import ComparisonRunFolder, RunRecord
+from closeranks.lab.compare.traffic import bytes_per_step, recorded_step_times
+from closeranks.telemetry.run_log.run_history import RunHistory, load_history
+
+FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
+_RISEN = 1.2
+"""A loss whose last tenth lies this many times above its first has diverged, though it is a number."""
+_FEWEST = 2
+"""Steps on each side over which a smooth figure is taken, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """A figure, and the seconds of training until then."""
+
+    step: int
+    at_s: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRunOutcome:
+    """One run."""
+
+    setting: str
+    seed: int
+    repeat: int
+    num_workers: int
+    state: str
+    """``finished``, ``diverged`` or ``failed``."""
+    reason: str = ""
+    """Why it did not finish, in words."""
+    num_steps: int = 0
+    seconds: float | None = None
+    """Of training, evaluations left out."""
+    steps_per_s: float | None = None
+    """Without the first step."""
+    items_per_s: float | None = None
+    """Tokens or samples, over all workers."""
+    bytes_total: int | None = None
+    bytes_per_step: float | None = None
+    seconds_to_target: float | None = None
+    steps_to_target: float | None = None
+    final_loss: float | None = None
+    """Of training, over the last tenth."""
+    eval_loss: float | None = None
+    """Of the last evaluation."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of training, over the last tenth."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
+    memory_bytes: int | None = None
+    cost: float | None = None
+    cost_to_target: float | None = None
+    wall_s: float = 0.0
+    folder: str = ""
+    machine: str = ""
+    """Where it ran, in words."""
+    losses: tuple[MetricPoint, ...] = ()
+    """Smoothed, for the picture."""
+
+    @property
+    def is_sound(self) -> bool:
+        return self.state == FINISHED
+
+    def final(self, metric: str, *, is_evaluated: bool) -> float | None:
+        """What it came to, in the last evaluation or in training; whoever compares asks all runs for the same."""
+        if metric != "loss":
+            return (self.eval_metrics if is_evaluated else self.metrics).get(metric)
+        return self.eval_loss if is_evaluated else self.final_loss
+
+
+def read_outcome(
+    compare: CompareConfig, run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord
+) -> ComparisonRunOutcome:
+    return outcome_of(compare, run, record, load_history(slot.folder), recorded_step_times(slot), str(slot.folder))
+
+
+def outcome_of(
+    compare: CompareConfig,
+    run: ComparisonRun,
+    record: RunRecord,
+    history: RunHistory,
+    times: dict[int, float],
+    folder: str = "",
+) -> ComparisonRunOutcome:
+    """``times``: the wall clock at which each step was told."""
+    state, reason = end_state(record, history)
+    losses = points(history.steps, "loss")
+    reached = _reached(compare.target, history) if compare.target else None
+    seconds = losses[-1].at_s if losses else None
+    counted = [step for step in history.steps if step.step not in history.first_steps]
+    counted_s = sum(step.seconds for step in counted)
+    per_hour = run.case.num_workers * compare.price_per_worker_hour / 3600
+    return ComparisonRunOutcome(
+        setting=run.case.name,
+        seed=run.seed,
+        repeat=run.repeat,
+        num_workers=run.case.num_workers,
+        state=state,
+        reason=reason,
+        num_steps=history.steps[-1].step if history.steps else 0,
+        seconds=seconds,
+        steps_per_s=len(counted) / counted_s if counted_s else None,
+        items_per_s=history.throughput().items_per_s,
+        bytes_total=record.traffic[-1][1] if record.traffic else None,
+        bytes_per_step=bytes_per_step(record.traffic, times),
+        seconds_to_target=reached.at_s if reached else None,
+        steps_to_target=reached.value if reached else None,
+        final_loss=_last([point.value for point in losses]),
+        eval_loss=history.evals[-1].loss if history.evals else None,
+        metrics=_final_metrics(history),
+        eval_metrics=_finite(history.evals[-1].metrics) if history.evals else {},
+        memory_bytes=max((step.memory_bytes for step in history.steps), default=0) or None,
+        cost=per_hour * seconds if per_hour and seconds is not None else None,
+        cost_to_target=per_hour * reached.at_s if per_hour and reached else None,
+        wall_s=record.wall_s,
+        folder=folder,
+        machine=str(record.machine),
+        losses=tuple(smooth(losses)),
+    )
+
+
+def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
+    """How a run ended, and why in words where it did not end well."""
+    steps = history.steps
+    if steps and _is_lost(steps[-1]):
+        return DIVERGED, f"its loss is not finite since step {_since(steps, _is_lost)}"
+    has_failed = record.exit_code != 0 and not record.is_stopped
+    if has_failed and steps and not steps[-1].taken:
+        return DIVERGED, f"its gradients are not finite since step {_since(steps, lambda step: not step.taken)}"
+    if has_failed:
+        detail = history.ended.detail if history.ended is not None else ""
+        return FAILED, _first_sentence(detail or record.said or f"exit status {record.exit_code}")
+    if not steps:
+        return FAILED, "no step was finished"
+    if history.evals and not math.isfinite(history.evals[-1].loss):
+        return DIVERGED, f"its loss in the evaluation after step {history.evals[-1].step} is not finite"
+    losses = [step.loss for step in steps]
+    first, last = _first(losses), _last(losses)
+    if first is not None and last is not None and last > _RISEN * first > 0:
+        return DIVERGED, f"its loss rose from {first:.4g} to {last:.4g}"
+    return FINISHED, ""
+
+
+def _is_lost(step: StepDone) -> bool:
+    return not math.isfinite(step.loss)
+
+
+def _since(steps: Sequence[StepDone], is_bad: Callable[[StepDone], bool]) -> int:
+    """The first of the bad steps that the run ended with."""
+    return list(takewhile(is_bad, reversed(steps)))[-1].step
+
+
+def _first_sentence(text: str) -> str:
+    first = text.strip().splitlines()[0]
+    return first if len(first) <= 200 else first[:197] + "..."
+
+
+def points(steps: Sequence[StepDone], metric: str) -> list[MetricPoint]:
+    """A figure of every step of training, over the time the steps took."""
+    elapsed = accumulate(step.seconds for step in steps)
+    values = (step.loss if metric == "loss" else step.metrics.get(metric, math.nan) for step in steps)
+    return [MetricPoint(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
+
+
+def eval_points(history: RunHistory, metric: str) -> list[MetricPoint]:
+    at_s = {point.step: point.at_s for point in points(history.steps, "loss")}
+    return [MetricPoint(one.step, at_s.get(one.step, 0.0), _value(one, metric)) for one in history.evals]
+
+
+def _value(done: Evaluated, metric: str) -> float:
+    return done.loss if metric == "loss" else done.metrics.get(metric, math.nan)
+
+
+def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
+    """Each figure as the mean of about a tenth of the run around it.
+
+    The same on both sides, so that a steep start does not lag; at the end what there is: no single step decides.
+    """
+    is_finite = [math.isfinite(point.value) for point in raw]
+    sums = [0.0, *accumulate(point.value if ok else 0.0 for point, ok in zip(raw, is_finite, strict=True))]
+    counts = [0, *accumulate(map(int, is_finite))]
+    widest = max(_FEWEST, len(raw) // 20)
+    smoothed = []
+    for place, point in enumerate(raw):
+        half = min(widest, place)
+        first, stop = place - half, min(len(raw), place + half + 1)
+        num = counts[stop] - counts[first]
+        smoothed.append(MetricPoint(point.step, point.at_s, (sums[stop] - sums[first]) / num if num else math.nan))
+    return smoothed
+
+
+def first_reaching(row: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
+    """Where a row first reaches the target, between two of its points; the value is then the step. None: nowhere."""
+    sign = 1.0 if rises else -1.0
+    before: MetricPoint | None = None
+    for point in row:
+        short = sign * (target - point.value)
+        if short <= 0:
+            if before is None:
+                return MetricPoint(point.step, point.at_s, float(point.step))
+            gap = sign * (target - before.value)
+            share = gap / (gap - short)
+            at_s = before.at_s + share * (point.at_s - before.at_s)
+            return MetricPoint(point.step, at_s, before.step + share * (point.step - before.step))
+        before = point if math.isfinite(point.value) else None
+    return None
+
+
+def _reached(target: ComparisonTarget, history: RunHistory) -> MetricPoint | None:
+    if target.of == "evaluation":
+        return first_reaching(eval_points(history, target.metric), target.value, rises=target.rises)
+    return first_reaching(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
+
+
+def _first(values: Sequence[float]) -> float | None:
+    """The mean of the first tenth."""
+    return _last(values[::-1])
+
+
+def _last(values: Sequence[float]) -> float | None:
+    """The mean of the last tenth, of what is a number there."""
+    tail = [value for value in values[-max(1, len(values) // 10) :] if math.isfinite(value)]
+    return sum(tail) / len(tail) if tail else None
+
+
+def _final_metrics(history: RunHistory) -> dict[str, float]:
+    names = history.steps[-1].metrics if history.steps else {}
+    found = {name: _last([point.value for point in points(history.steps, name)]) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

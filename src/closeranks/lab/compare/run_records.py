@@ -1,0 +1,135 @@
+"""What stays of a run that is over? A folder with the run itself, what it printed, and how it ended.
+
+    COMPARISON/.owner                                    held while a comparison runs there
+               runs/SETTING-seed0-1f3a9c20/run/          the run folder
+                                           output.txt    what `closeranks train` printed
+                                           done.json     how it ended; without it the run does not count
+
+Invariants: ``done.json`` is there whole or not at all; only one comparison at a time writes in a folder; a folder that
+cannot be written is one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import IO
+
+from closeranks.core.errors import SetupError
+from closeranks.core.regular_file import read_text
+from closeranks.lab.compare.comparison_plan import ComparisonPlan, ComparisonRun
+from closeranks.telemetry.formatting import count
+
+
+@dataclass(frozen=True, slots=True)
+class MachineInfo:
+    """What the times of a run depend on beside the job."""
+
+    host: str = ""
+    num_cores: int = 0
+    torch: str = ""
+
+    @classmethod
+    def here(cls) -> MachineInfo:
+        """Without importing torch."""
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = ""
+        return cls(socket.gethostname(), len(os.sched_getaffinity(0)), torch)
+
+    def __str__(self) -> str:
+        return f"{self.host} with {self.num_cores} cores and torch {self.torch}" if self.host else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """How a run went, beside what its own folder tells."""
+
+    exit_code: int
+    wall_s: float
+    is_stopped: bool = False
+    """The budget of seconds was used up."""
+    traffic: tuple[tuple[float, int], ...] = ()
+    """(wall clock, bytes sent until then), as the interfaces counted; empty where nobody counted."""
+    said: str = ""
+    """Its last words."""
+    machine: MachineInfo = MachineInfo()
+
+
+class ComparisonRunFolder:
+    """The folder of one run."""
+
+    def __init__(self, plan: ComparisonPlan, run: ComparisonRun) -> None:
+        self.path = plan.folder / "runs" / run.name
+        self.folder = self.path / "run"
+        self.output = self.path / "output.txt"
+        self._done = self.path / "done.json"
+
+    def read(self) -> RunRecord | None:
+        """How the run went; None where it was not finished, or another version of ours wrote it down."""
+        try:
+            told = json.loads(read_text(self._done))
+            traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
+            return RunRecord(**{**told, "traffic": traffic, "machine": MachineInfo(**told["machine"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, record: RunRecord) -> None:
+        unfinished = self._done.with_suffix(".part")
+        with disk_errors_explained(unfinished):
+            unfinished.write_text(json.dumps(asdict(record)) + "\n")
+            unfinished.replace(self._done)
+
+    def clear(self) -> None:
+        with disk_errors_explained(self.path):
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True)
+
+    def open(self, name: str) -> IO[str]:
+        """A file beside the run, for what a process prints."""
+        with disk_errors_explained(self.path / name):
+            return (self.path / name).open("w")
+
+
+@contextmanager
+def disk_errors_explained(path: Path) -> Iterator[None]:
+    """What the disk refuses is told in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or path} cannot be written: {error.strerror or error}"
+        raise SetupError(what, "Set folder, or make it yours.") from error
+
+
+def last_output(output: str) -> str:
+    """What ``closeranks`` said as it ended, or the last line of whoever said something."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = [place for place, line in enumerate(lines) if line.startswith("closeranks: ")]
+    if told:
+        return " ".join(lines[told[-1] :][:3]).removeprefix("closeranks: ")
+    return lines[-1] if lines else ""
+
+
+def failed_runs(plan: ComparisonPlan) -> Sequence[ComparisonRunFolder]:
+    """Runs that are over and did not end well; whoever clears them lets them run again."""
+    slots = [ComparisonRunFolder(plan, run) for run in plan.runs]
+    return [slot for slot in slots if (record := slot.read()) and record.exit_code and not record.is_stopped]
+
+
+def mixed_machines(records: Sequence[RunRecord | None], here: MachineInfo) -> str:
+    """Says so where times of several machines would be mixed; None is a run that is still to be made, here."""
+    foreign = [record.machine for record in records if record is not None and record.machine != here]
+    if not foreign or (len(set(foreign)) == 1 and len(foreign) == len(records)):
+        return ""
+    where = " and ".join(str(machine) or "an unknown machine" for machine in dict.fromkeys(foreign))
+    runs = f"{count(len(foreign), 'finished run')} {'is' if len(foreign) == 1 else 'are'} of {where}"
+    return f"{runs}, not of {here}: times of different machines are mixed."

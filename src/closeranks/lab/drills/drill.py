@@ -1,0 +1,209 @@
+"""How is a job drilled? It runs undisturbed, then once more with faults, and both are held against each other.
+
+Invariants: both runs are the same job, deterministic, with a copy of the state after every step; whatever a fault set
+up is gone when this returns, however it does. Imports no torch: the agent lives in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from closeranks.core.environment import detect_world
+from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
+from closeranks.elastic.faults.campaign import draw_campaign
+from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
+from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
+from closeranks.elastic.faults.inject import Injector
+from closeranks.elastic.faults.requirements import unavailable_kinds
+from closeranks.lab.drills.fault_results import DrillResult, fault_results, is_resized
+from closeranks.lab.drills.recorded_run import (
+    TOLERANCE,
+    RecordedRun,
+    read_recorded_run,
+    same_losses,
+    same_samples,
+    state_difference,
+)
+from closeranks.lab.drills.report import print_summary, write_report
+from closeranks.run.job import launch as launching
+from closeranks.run.job.job import Job, check_workers, load_job
+from closeranks.run.job.run_folder import choose_folder, make_unused_folder
+from closeranks.telemetry.run_log.run_folder import RunFolder
+
+_FIRST_S, _FIRST_FACTOR = 20.0, 5.0
+_SLOW_STEPS = 3
+"""A worker is slow for a few steps only."""
+_SAVES = 2
+"""With a full disk among the faults, steps between saves: one must meet it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrillRequest:
+    """What was asked of a drill."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    num_workers: int
+    asked: ParsedFaults
+    count: int
+    """Faults of the campaign; 0: one of each kind."""
+    seed: int
+    folder: str = ""
+    command: str = ""
+
+
+def possible_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
+    """Every kind that is possible here, and why the others are not."""
+    kinds = [name for name, kind in KINDS.items() if kind.num_ranks <= num_workers]
+    without = unavailable_kinds(kinds)
+    return ParsedFaults(kinds=tuple(name for name in kinds if name not in without)), without
+
+
+def run_drill(orders: DrillRequest) -> bool:
+    """Whether every fault was survived, and the run is equal to the one that never failed."""
+    job, num_workers = _prepare(orders)
+    folder = make_unused_folder(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
+    try:
+        return _drill_in(folder, orders, job, num_workers)
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # nothing came of it
+
+
+def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) -> bool:
+    started_at = time.monotonic()
+    quiet = _settings(orders, folder / "undisturbed")
+    typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
+    launching.train(orders.path, quiet, num_workers)
+    course = read_recorded_run(folder / "undisturbed")
+    faults = _faults(orders, course.last_step, num_workers)
+    typer.echo(f"\n2/2 with {len(faults)} faults: {folder / 'disturbed'}")
+    for fault in faults:
+        typer.echo(f"  {fault}")
+    with Injector(faults, RunFolder(folder / "disturbed").checkpoints) as injector:
+        disturbed = [_patience(course), *_settings(orders, folder / "disturbed")]
+        failure = _train(orders.path, disturbed, num_workers, injector)
+    summary = _compare(folder, course, injector, failure, num_workers, TOLERANCE[job.train.precision])
+    facts = {"job": str(orders.path), "num_workers": num_workers, "seed": orders.seed, "command": orders.command}
+    facts |= {"faults": [str(fault) for fault in faults], "seconds": round(time.monotonic() - started_at, 3)}
+    write_report(folder, summary, facts)
+    typer.echo()
+    print_summary(summary)
+    typer.echo(f"\n{summary.sentence}\nwritten down in {folder / 'drill.md'} and {folder / 'drill.json'}")
+    return summary.has_passed
+
+
+def _prepare(orders: DrillRequest) -> tuple[Job, int]:
+    """Refuse everything that can be refused before an hour was spent on the first run."""
+    if detect_world().launcher in ("torchrun", "slurm"):
+        raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
+    job = load_job(orders.path, orders.overrides).value
+    num_workers = launching.workers_of(job, orders.num_workers)
+    if problems := check_workers(job, num_workers):
+        raise ConfigError(problems)
+    if not job.elastic.enabled:
+        raise UserError("elastic.enabled is false: this job survives no fault", "Leave elastic.enabled away.")
+    if job.train.steps is not None and not job.checkpoint.resume:
+        _faults(orders, job.train.steps, num_workers)
+    else:
+        check_faults(orders.asked.faults, num_workers)
+    kinds = (*orders.asked.kinds, *(fault.kind for fault in orders.asked.faults))
+    for kind, reason in unavailable_kinds(kinds).items():
+        raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out of --faults.")
+    return job, num_workers
+
+
+def _faults(orders: DrillRequest, num_steps: int, num_workers: int) -> list[InjectedFault]:
+    """Those that were spelled out, and the campaign's."""
+    asked = orders.asked
+    faults = list(asked.faults)
+    if asked.kinds:
+        faults += draw_campaign(asked.kinds, orders.count or len(asked.kinds), orders.seed, num_steps, num_workers)
+    check_faults(faults, num_workers, num_steps)
+    return sorted(faults, key=lambda fault: fault.step)
+
+
+def _settings(orders: DrillRequest, folder: Path) -> list[str]:
+    """The job's own words stand between what may be changed and what a comparison needs."""
+    asked = orders.asked
+    num_faults = 2 * (len(asked.faults) + max(orders.count, len(asked.kinds))) + 10
+    is_full = "diskfull" in (*asked.kinds, *(fault.kind for fault in asked.faults))
+    return [
+        *(f"elastic.{name}={num_faults}" for name in ("max_faults", "max_host_faults", "max_repeats")),
+        f"elastic.slow_steps={_SLOW_STEPS}",
+        *([f"checkpoint.every={_SAVES}"] if is_full else []),
+        *orders.overrides,
+        "run.deterministic=true",
+        "elastic.snapshot_every=1",
+        "checkpoint.save=true",
+        'checkpoint.folder=""',
+        'checkpoint.remote=""',
+        f"run.folder={folder}",
+    ]
+
+
+def _patience(course: RecordedRun) -> str:
+    """How long a first step may take is known by now: a hang in one need not be waited for as in a run never seen."""
+    return f"elastic.first_s={max(_FIRST_S, _FIRST_FACTOR * course.longest_s):.1f}"
+
+
+def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Injector) -> str:
+    """Why the run did not finish, empty if it did. Who stops a drill from outside stops all of it."""
+    try:
+        launching.train(path, settings, num_workers, on_turn=injector)
+    except Interrupted:
+        raise
+    except Drained as error:
+        if not any(strike.fault.kind == "term" for strike in injector.injections):
+            raise
+        return str(error)
+    except CloseranksError as error:
+        return str(error)
+    return ""
+
+
+def _compare(
+    folder: Path, quiet: RecordedRun, injector: Injector, failure: str, num_workers: int, tolerance: float
+) -> DrillResult:
+    struck = read_recorded_run(folder / "disturbed")
+    tolerance = tolerance if is_resized(struck.events, num_workers) else 0.0
+    state = state_difference(folder / "undisturbed", folder / "disturbed", tolerance) if not failure else ""
+    return DrillResult(
+        rows=tuple(
+            fault_results(
+                injector.injections, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance
+            )
+        ),
+        num_steps=quiet.last_step,
+        losses=not failure and same_losses(quiet, struck, min(quiet.losses, default=1), quiet.last_step, tolerance),
+        state=state,
+        samples=same_samples(quiet, struck),
+        tolerance=tolerance,
+        failure=failure,
+    )
+
+
+def train_with_faults(
+    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launching.JobHosts | None = None
+) -> None:
+    """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
+    asked = parse_faults(text)
+    if asked.kinds:
+        what = f"`{asked.kinds[0]}` does not say when and whom"
+        raise UserError(what, f"Write {asked.kinds[0]}(rank=1, step=3), or let `closeranks drill` choose.")
+    job = load_job(path, overrides).value
+    check_faults(asked.faults, launching.workers_of(job, num_workers), job.train.steps)
+    checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
+    with Injector(asked.faults, checkpoints) as injector:
+        launching.train(path, overrides, num_workers, on_turn=injector, party=party)
+    for strike in injector.injections:
+        if strike.error:
+            typer.echo(f"{strike.fault} could not strike: {strike.error}", err=True)
+    for fault in injector.missed:
+        typer.echo(f"{fault} did not strike: the run was over", err=True)

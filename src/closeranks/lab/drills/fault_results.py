@@ -1,0 +1,156 @@
+"""What became of each fault of a drill, and of the drill as a whole? Pure.
+
+Invariant: a fault counts as survived only if it struck, was noticed where it ends a generation, and the run went on
+after it; a drill has passed only if every fault was survived and the run is equal to the one that never failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
+from closeranks.elastic.faults.fault import InjectedFault
+from closeranks.elastic.faults.inject import Injection
+from closeranks.lab.drills.recorded_run import RecordedRun, same_losses
+from closeranks.telemetry.run_log.fault_history import TimedEvent
+
+_LEAVING_S = 1.0
+"""Who is asked to leave has that long before it must be seen to."""
+_MISSED = "it did not strike: the run was over; with steps as short as these, train longer or ask for fewer faults"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultResult:
+    """One line of the table."""
+
+    fault: str
+    detected_s: float | None = None
+    """From the strike until it was noticed; None where nothing was."""
+    back_s: float | None = None
+    """From then until the first step was finished by all ranks."""
+    num_redone: int | None = None
+    survived: bool = False
+    equal: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrillResult:
+    """All that a drill found out."""
+
+    rows: tuple[FaultResult, ...]
+    num_steps: int
+    losses: bool
+    state: str
+    """In what the last states differ; empty: in nothing."""
+    samples: bool | None
+    """Whether each step took the same samples; None where that was not written down."""
+    tolerance: float = 0.0
+    """0: every bit was compared. Above: the run was resized, and is equal up to this."""
+    failure: str = ""
+    """Why the disturbed run did not finish; empty where it did."""
+
+    @property
+    def has_passed(self) -> bool:
+        is_equal = self.losses and not self.state and self.samples is not False
+        return is_equal and not self.failure and all(row.survived and row.equal for row in self.rows)
+
+    @property
+    def sentence(self) -> str:
+        num = len(self.rows)
+        survived = sum(row.survived for row in self.rows)
+        head = f"{survived} of {num} fault{'s' if num != 1 else ''} survived"
+        if self.failure:
+            return f"{head}; the run ended: {self.failure.splitlines()[0]}"
+        if not self.losses:
+            return f"{head}, but the losses are not those of the run that never failed."
+        if self.state:
+            return f"{head}, but {self.state}."
+        if self.samples is False:
+            return f"{head}, but some steps took other samples than the run that never failed."
+        how = f"equal up to {self.tolerance:g}, for the run was resized" if self.tolerance else "equal in every bit"
+        taken = ", the samples are the same" if self.samples else ""
+        return f"{head}; the losses of all {self.num_steps} steps and the last state are {how}{taken}."
+
+
+def fault_results(
+    strikes: Sequence[Injection],
+    missed: Sequence[InjectedFault],
+    quiet: RecordedRun,
+    struck: RecordedRun,
+    *,
+    has_finished: bool,
+    tolerance: float = 0.0,
+) -> list[FaultResult]:
+    """A row for every fault, in the order in which they struck, those that did not last. ``has_finished``: the run."""
+    ordered = sorted(strikes, key=lambda strike: strike.at)
+    rows = []
+    for place, strike in enumerate(ordered):
+        later = [other.step for other in ordered[place + 1 :] if other.step > strike.step]
+        last = min([*(step - 1 for step in later), quiet.last_step])
+        is_equal = same_losses(quiet, struck, max(1, strike.step), last, tolerance)
+        rows.append(_row(strike, struck, is_equal, has_finished))
+    return [*rows, *(FaultResult(str(fault), note=_MISSED) for fault in missed)]
+
+
+def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: bool) -> FaultResult:
+    name, told = str(strike.fault), struck.events
+    if strike.error:
+        return FaultResult(name, equal=is_equal, note=f"it could not strike: {strike.error}")
+    if not strike.fault.about.ends_generation:
+        noticed = _noticed_at(strike, told)
+        if noticed is None:
+            return FaultResult(
+                name, None, None, 0, has_finished, is_equal, f"{strike.note}; {strike.fault.about.unnoticed}"
+            )
+        return FaultResult(name, max(0.0, noticed - strike.at), None, 0, has_finished, is_equal, strike.note)
+    lost = _first(told, lambda line: isinstance(line.event, RankLost) and line.event.generation == strike.generation)
+    closed = _first(
+        told, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > strike.generation
+    )
+    if lost is None and strike.fault.kind == "term" and has_finished and struck.ended_at < strike.at + _LEAVING_S:
+        note = f"{strike.note}; the run was over before anybody had to leave"
+        return FaultResult(name, None, None, 0, survived=True, equal=is_equal, note=note)
+    if lost is None:
+        return FaultResult(name, equal=is_equal, note=f"{strike.note}; it was never noticed")
+    if closed is None or not isinstance(closed.event, RanksClosed):
+        what = "every step was finished already" if has_finished else "no step was finished after it"
+        noticed_s = max(0.0, lost.at - strike.at)
+        return FaultResult(
+            name, noticed_s, None, 0 if has_finished else None, has_finished, is_equal, f"{strike.note}; {what}"
+        )
+    noticed_at = closed.at - closed.event.seconds
+    return FaultResult(
+        name,
+        max(0.0, noticed_at - strike.at),
+        closed.event.seconds,
+        closed.event.num_redone,
+        survived=True,
+        equal=is_equal,
+        note=strike.note,
+    )
+
+
+def _noticed_at(strike: Injection, told: Sequence[TimedEvent]) -> float | None:
+    """When a fault that ends nothing was first spoken of."""
+
+    def is_of_it(line: TimedEvent) -> bool:
+        match line.event:
+            case SlowRank():
+                return strike.fault.kind == "slow" and line.event.rank == strike.fault.rank and line.at >= strike.at
+            case SaveFailed():
+                return strike.fault.kind == "diskfull" and line.at >= strike.at
+        return False
+
+    found = _first(told, is_of_it)
+    return found.at if found is not None else None
+
+
+def _first(told: Sequence[TimedEvent], is_it: Callable[[TimedEvent], bool]) -> TimedEvent | None:
+    return next((line for line in told if is_it(line)), None)
+
+
+def is_resized(told: Sequence[TimedEvent], num_workers: int) -> bool:
+    """Whether the run went on with another number of workers than it began with."""
+    return any(isinstance(line.event, RanksClosed) and line.event.world_size != num_workers for line in told)
