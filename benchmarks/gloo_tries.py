@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.core.environment import detect_world, set_world
+from closeranks.core.system.environment import detect_world, set_world
 
 DTYPES = ("float32", "bfloat16")
 WORKS = "works"

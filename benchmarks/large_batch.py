@@ -56,7 +56,7 @@ def rows() -> dict[str, Row]:
 
 
 def main() -> None:
-    from closeranks.core.environment import set_world
+    from closeranks.core.system.environment import set_world
     from closeranks.core.world import World
 
     args = _arguments()

@@ -25,7 +25,7 @@ GOAL = 1.3
 def main() -> None:
     import torch
 
-    from closeranks.core.environment import set_world
+    from closeranks.core.system.environment import set_world
     from closeranks.core.world import World
 
     args = _arguments()

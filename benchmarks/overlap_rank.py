@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from workload import CLIP, logged_losses
 
 from closeranks.core.errors import CloseranksError
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.linux import die_with_parent
 
 
 class Alone(Loop):

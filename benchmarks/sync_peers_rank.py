@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from workload import logged_losses
 
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.linux import die_with_parent
 from closeranks.lab.compare.namespaces import sent_bytes
 from closeranks.run.session import Session
 from closeranks.run.worker.agent_client import StandaloneClient, configure_worker

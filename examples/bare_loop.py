@@ -5,7 +5,7 @@ Order, model, optimizer and vote are the same parts a Session wires together; us
 
 import torch
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.data.config import TextConfig
 from closeranks.data.loading.loader import Loader
 from closeranks.data.sampling.order import BatchSchedule, FullOrder

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from closeranks.core.environment import set_world
+from closeranks.core.system.environment import set_world
 from tests import parts
 from tests.storage import servers
 from tests.storage.proxy import Standing

@@ -90,7 +90,7 @@ def test_what_is_no_part_is_refused(asked: str) -> None:
 
 def test_pytest_runs_the_part_that_was_asked_for_and_its_times_are_read_back(tmp_path: Path) -> None:
     """Of two files without measured seconds one is in the part of its name, the other is not."""
-    file, other, junit = "tests/test_tiers.py", "tests/core/test_keys.py", tmp_path / "junit.xml"
+    file, other, junit = "tests/test_tiers.py", "tests/core/test_seeds.py", tmp_path / "junit.xml"
     parts = {file_of(node): part for node, part in assign([f"{file}::test", f"{other}::test"], {}).items()}
     assert parts[file] != parts[other]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={junit}"]

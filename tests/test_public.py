@@ -135,7 +135,7 @@ def environment_reads(tree: ast.AST) -> Iterator[int]:
 def test_the_environment_is_read_in_one_place() -> None:
     """``testing.world`` replaces a rank's whole environment by the one it was handed; that is writing."""
     found = {named(path) for path in FILES if list(environment_reads(ast.parse(path.read_text())))}
-    assert found == {"core/environment.py", "testing/world.py"}
+    assert found == {"core/system/environment.py", "testing/world.py"}
     world = (SOURCE / "testing" / "world.py").read_text()
     assert world.count("os.environ") == world.count("os.environ.") + world.count("os.environ[")
     assert world.count("os.environ.get") == 0

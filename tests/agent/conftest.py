@@ -14,7 +14,7 @@ import pytest
 from closeranks.agent.agent import Agent
 from closeranks.agent.config import AgentConfig
 from closeranks.agent.launch_plan import JobOutcome, LaunchPlan
-from closeranks.core.environment import child_environment
+from closeranks.core.system.environment import child_environment
 
 from .traces import num_fds, processes_marked
 

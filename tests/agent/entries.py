@@ -15,9 +15,9 @@ from typing import Any
 from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.agent.workers.store_socket import store_address
 from closeranks.agent.workers.worker_link import WorkerLink
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import DataError
 from closeranks.core.requests import DRAIN
+from closeranks.core.system.environment import detect_world
 
 Payload = dict[str, Any]
 

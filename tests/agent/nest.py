@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from closeranks.agent.detection.progress import SharedProgress, WorkerPhase
-from closeranks.core.linux import ThreadClock, die_with_parent
+from closeranks.core.system.linux import ThreadClock, die_with_parent
 from closeranks.run.step.step_timer import CpuStopwatch
 
 HUNG_STEP = 12

@@ -22,8 +22,8 @@ from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.format.digests import crc32c
 from closeranks.checkpoint.save.chunk_source import TensorChunkSource
-from closeranks.core.background import BackgroundThread
 from closeranks.core.pieces import Piece
+from closeranks.core.system.background_thread import BackgroundThread
 from tests.capture.taking import Captured, Taking, stored
 
 

@@ -15,8 +15,8 @@ from closeranks.capture.capture import Capture
 from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.save.chunk_source import TensorChunkSource
-from closeranks.core.background import BackgroundThread
 from closeranks.core.pieces import Piece
+from closeranks.core.system.background_thread import BackgroundThread
 from tests.capture.taking import Captured, Taking, stored
 from tests.capture.test_capture import check_a_target_without_memory_fails_alone, item, kinds, raw
 from tests.checkpoint.save.test_saver import WAIT_S, make, read

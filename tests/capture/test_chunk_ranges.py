@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from closeranks.capture import chunk_ranges as room
 from closeranks.capture.chunk_ranges import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
-from closeranks.core.overlaps import contiguous_boxes, plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import contiguous_boxes, plan_copies
 
 MIB = 1 << 20
 

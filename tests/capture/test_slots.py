@@ -32,8 +32,8 @@ from closeranks.capture.slots import (
     void_slot,
 )
 from closeranks.capture.tensors import StateTensor
-from closeranks.core import faults
 from closeranks.core.pieces import Piece
+from closeranks.core.system import failpoints as faults
 from closeranks.elastic import snapshot_writer as keeping
 from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
 from closeranks.elastic.snapshot_writer import SnapshotDestinations

@@ -40,7 +40,7 @@ OF_A_SAVE = """
 import json, os, shutil, sys
 from pathlib import Path
 import closeranks.checkpoint.save.writer_process
-from closeranks.core import faults
+from closeranks.core.system import failpoints as faults
 from tests.checkpoint import saving
 
 class Any(str):

@@ -13,8 +13,8 @@ from typing import Any
 from closeranks import Hook, Session
 from closeranks.checkpoint.format.manifest import MANIFEST, part_name
 from closeranks.checkpoint.save.writer_client import WriterClient
-from closeranks.core import faults
-from closeranks.core.environment import detect_world
+from closeranks.core.system import failpoints as faults
+from closeranks.core.system.environment import detect_world
 
 PATIENCE_S = 200.0
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from closeranks.checkpoint.format.manifest_validation import validate_manifest
-from closeranks.core.environment import set_world
 from closeranks.core.errors import CheckpointError, CloseranksError, UserError
 from closeranks.core.printable import printable
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import train_job

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 
 ENUMERATE = """
 import json
-from closeranks.core.faults import FAILPOINTS as POINTS
+from closeranks.core.system.failpoints import FAILPOINTS as POINTS
 import closeranks.checkpoint.save.writer_process
 import closeranks.storage.local
 written = list(POINTS)

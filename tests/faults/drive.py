@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from closeranks.agent.job_view import JobView
-from closeranks.core import streams
 from closeranks.core.errors import CloseranksError
+from closeranks.core.system import stdio as streams
 from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
 from closeranks.run.job import launch as launching

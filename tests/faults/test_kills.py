@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import Restored
-from closeranks.core.faults import FAILPOINTS
+from closeranks.core.system.failpoints import FAILPOINTS
 from closeranks.telemetry.run_log.recorder import read_events
 from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly, sweep
 from tests.faults.conftest import Calm

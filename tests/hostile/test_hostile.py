@@ -11,7 +11,7 @@ import pytest
 import closeranks.checkpoint.save.writer_process
 import closeranks.elastic.snapshot_writer
 import closeranks.run.state.restore  # noqa: F401
-from closeranks.core.faults import FAILPOINTS
+from closeranks.core.system.failpoints import FAILPOINTS
 from tests.cli.commands import ROOT
 from tests.hostile import kinds  # noqa: F401
 from tests.hostile.cases import COMBINED, KINDS, draw, reduced

@@ -25,7 +25,7 @@ from typing import IO
 
 import pytest
 
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.linux import die_with_parent
 
 _SUBNET = "10.77.0"
 _LISTENS = "0A"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import ModelSpec
+from closeranks.core.seeds import derive_seed
 from closeranks.models.config import LlamaConfig
 from closeranks.models.llama import Llama, LlamaSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.models.streams import seed_unit, unit_rng
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.core.blame import display_path
 from closeranks.core.errors import ModelError, UserError
 from closeranks.core.protocols import ModelSpec
+from closeranks.core.tracebacks import display_path
 from closeranks.models.build import spec_for
 from closeranks.models.config import UserModelConfig
 from closeranks.models.user import UserSpec, find_blocks

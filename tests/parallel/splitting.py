@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ModelSpec, ShardingRule
+from closeranks.core.seeds import derive_seed
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.parallel.group import RankGroup

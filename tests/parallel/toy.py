@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Loss
+from closeranks.core.seeds import derive_seed
 
 VOCAB, DIM, LENGTH = 11, 6, 3
 DEPTH = 8

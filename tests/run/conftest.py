@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from closeranks.core.environment import set_world
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from closeranks import Hook, Session
-from closeranks.core import faults
-from closeranks.core.environment import detect_world, set_world
 from closeranks.core.events import Event, StepDone
 from closeranks.core.requests import DRAIN, REGROUP, RunRequest
+from closeranks.core.system import failpoints as faults
+from closeranks.core.system.environment import detect_world, set_world
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from closeranks.checkpoint.weights.open import open_weights
-from closeranks.core.environment import detect_world
+from closeranks.core.system.environment import detect_world
 from closeranks.facts.layout import Layout
 from closeranks.run.builder.build import BuiltRun, build
 from closeranks.run.builder.run_definition import from_job

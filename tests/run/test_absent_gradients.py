@@ -11,9 +11,9 @@ import torch
 
 from closeranks import Session
 from closeranks.checkpoint.load.resharding_reader import open_newest
-from closeranks.core.environment import set_world
 from closeranks.core.events import Warned
 from closeranks.core.pieces import Piece
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job

@@ -11,7 +11,7 @@ import torch
 
 from closeranks import Session
 from closeranks.checkpoint.load.resharding_reader import open_newest
-from closeranks.core.environment import set_world
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.components.model import primary_buffer_rank

@@ -10,7 +10,7 @@ import torch
 
 from closeranks import Session
 from closeranks.cli.layout_check import TOLERANCES
-from closeranks.core.environment import set_world
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.run.job.job import load_job
 from closeranks.run.layout_check import LayoutRecord, compare_records, relative_difference

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from closeranks import Session
-from closeranks.core.environment import set_world
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job

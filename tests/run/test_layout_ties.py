@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from closeranks import Session
-from closeranks.core.environment import set_world
 from closeranks.core.errors import ModelError
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.hooks import Hook

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from closeranks import Hook, Session
-from closeranks.core.environment import set_world
 from closeranks.core.events import StepDone
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import SCHEDULES, Layout

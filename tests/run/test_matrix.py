@@ -17,8 +17,8 @@ import torch
 
 from closeranks import Hook, Session
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader, open_newest
-from closeranks.core.environment import set_world
 from closeranks.core.pieces import Piece
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from closeranks import Session
-from closeranks.core.environment import detect_world, set_world
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.core.events import Warned
+from closeranks.core.system.environment import detect_world, set_world
 from closeranks.core.world import World
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import check_workers, load_job

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from closeranks import Hook, Session
 from closeranks.checkpoint.load.resharding_reader import open_newest
-from closeranks.core import refuges
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Saved, SaveFailed, StepDone
+from closeranks.core.system import fallback_folders as refuges
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session

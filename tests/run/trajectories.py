@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from closeranks import Hook, Session
-from closeranks.core.environment import set_world
 from closeranks.core.events import StepDone
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session

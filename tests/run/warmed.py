@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _random
 
 import closeranks.run.worker.entry  # noqa: F401  as a zygote has imported it
-from closeranks.core.environment import detect_world
-from closeranks.core.linux import num_threads
+from closeranks.core.system.environment import detect_world
+from closeranks.core.system.linux import num_threads
 from closeranks.run.job.job import load_job
 from closeranks.run.worker import generation_cache as heirloom
 from closeranks.run.worker.agent_client import current_agent_client, current_link

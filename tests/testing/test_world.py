@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from closeranks.core.environment import detect_world
+from closeranks.core.system.environment import detect_world
 from closeranks.testing import Failure, WorldError, run_world
-from tests.core.test_linux import huge_pages_can_be_asked_for
+from tests.core.system.test_linux import huge_pages_can_be_asked_for
 
 pytestmark = pytest.mark.world
 

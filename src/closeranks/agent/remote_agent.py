@@ -35,8 +35,8 @@ from closeranks.agent.transport.client import ControlClient
 from closeranks.agent.transport.connection import ControlConnection
 from closeranks.agent.transport.host_connections import ASK_PLAN, PLAN
 from closeranks.agent.transport.token import JobToken
-from closeranks.core.environment import child_environment, thread_limit
 from closeranks.core.errors import RunFailed, SetupError
+from closeranks.core.system.environment import child_environment, thread_limit
 
 _MOST_REFUSED = 3
 """Consecutive answers without the right token after which the host gives up."""

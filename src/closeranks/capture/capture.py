@@ -43,7 +43,7 @@ from closeranks.capture.device_copy import CopiedBytes, CopyEvents, DeviceToHost
 from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.slots import DATA_AT, ByteArray, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
-from closeranks.core.background import BackgroundThread
+from closeranks.core.system.background_thread import BackgroundThread
 
 _SLOW_BYTES_S = 5e8
 """Below this rate the copy mostly waits for the GIL between blocks: larger blocks wait less often."""

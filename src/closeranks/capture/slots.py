@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from closeranks.core.descriptors import exclude_from_fork
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.regular_file import open_descriptor
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.fork_safety import exclude_from_fork
+from closeranks.core.system.regular_file import open_descriptor
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 

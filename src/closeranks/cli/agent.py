@@ -36,9 +36,9 @@ def agent(
 
     from closeranks.agent.remote_agent import RemoteAgent
     from closeranks.agent.transport.token import host_token
-    from closeranks.core.environment import job_token, num_gpus
     from closeranks.core.errors import SetupError
-    from closeranks.core.process_title import set_title
+    from closeranks.core.system.environment import job_token, num_gpus
+    from closeranks.core.system.process_title import set_title
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

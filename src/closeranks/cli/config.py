@@ -33,8 +33,8 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of job files.")] = False,
 ) -> None:
     from closeranks.core.config.explain import explain as explain_lines
-    from closeranks.core.config.schema import json_schema
-    from closeranks.core.config.toml import dump_toml
+    from closeranks.core.config.json_schema import json_schema
+    from closeranks.core.config.toml.writer import dump_toml
     from closeranks.core.errors import UserError
     from closeranks.run.job.job import Job, load_job
 

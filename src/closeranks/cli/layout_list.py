@@ -19,9 +19,9 @@ from rich.table import Table
 from closeranks.cli.pictures import check_picture, drawing
 from closeranks.cli.snapshot_bytes import host_sizes, snapshot_bytes_per_rank, snapshot_memory_line
 from closeranks.core.config.overrides import split_pairs
-from closeranks.core.environment import num_gpus
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.registry import did_you_mean, is_import_path
+from closeranks.core.system.environment import num_gpus
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_axis_warning
 from closeranks.plan import listing, mesh_text

@@ -17,9 +17,9 @@ from closeranks.cli import agent, config, drill, layout, report, run, sample, st
 from closeranks.cli import compare as compare
 from closeranks.cli.ckpt import commands as ckpt
 from closeranks.cli.data import commands as data
-from closeranks.core import streams
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 from closeranks.core.printable import printable
+from closeranks.core.system import stdio as streams
 
 _TOUR = """Train PyTorch models on one process or on many.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from closeranks.core.plain_fields import checked_fields
+from closeranks.core.dataclass_fields import checked_fields
 
 JsonValue = Any
 

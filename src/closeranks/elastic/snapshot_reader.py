@@ -20,8 +20,8 @@ from torch import Tensor
 
 from closeranks.capture.capture_plan import copy_and_digest, tensor_bytes
 from closeranks.capture.slots import ByteArray, SealedSlot, SlotEntry, SlotError, damage_message
-from closeranks.core.overlaps import ContiguousBox, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import ContiguousBox, TensorBox, plan_copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from closeranks.capture.capture import Capture, StateCopy
 from closeranks.capture.capture_plan import EMPTY_PLAN, CapturePlan
 from closeranks.capture.slots import SlotHeader, SnapshotSlot, encode_entries, encode_index
 from closeranks.capture.tensors import StateTensor
-from closeranks.core.background import BackgroundThread
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.background_thread import BackgroundThread
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.elastic.slot_transfer import receive_slot, send_slot
 
 BEFORE_DATA = declare_failpoint("slot.before_data", "the slot is invalid, and nothing of the new state is in it yet")

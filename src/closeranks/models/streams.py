@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 
 
 @contextmanager

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from closeranks.core.blame import display_path, one_line_error, user_frame
 from closeranks.core.errors import CloseranksError, ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.core.registry import load_object
+from closeranks.core.tracebacks import display_path, one_line_error, user_frame
 from closeranks.models.batches import num_samples
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import TensorEntry, UserModelConfig

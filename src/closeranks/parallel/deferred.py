@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from closeranks.core.blame import one_line_error
+from closeranks.core.tracebacks import one_line_error
 from closeranks.parallel.replay import OpReplay, OpTrace, RecordedOp, RngDraw, StorageView
 from closeranks.parallel.ties import named_tensors, shared_storage, to_meta
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.protocols import ModelSpec
+from closeranks.core.seeds import derive_seed
 from closeranks.parallel.deferred import NotRecordable, Recording, record
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.ties import named_tensors, replace_tensors, shared_storage, to_meta

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from closeranks.core.blame import one_line_error
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
+from closeranks.core.tracebacks import one_line_error
 from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
 from closeranks.parallel.cuts import OwnerKind, ParameterEntry, ParameterSharding, plan_sharding
 from closeranks.parallel.group import RankGroup

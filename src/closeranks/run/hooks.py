@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from closeranks.agent.detection.failure import is_consequence
 from closeranks.agent.detection.progress import WorkerPhase
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, UserError
 from closeranks.core.events import Evaluated, StepDone
 from closeranks.core.registry import did_you_mean
+from closeranks.core.tracebacks import describe_error
 
 if TYPE_CHECKING:
     from pathlib import Path

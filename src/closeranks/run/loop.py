@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
-from closeranks.core.streams import ignore_broken_pipes
+from closeranks.core.system.environment import detect_world
+from closeranks.core.system.stdio import ignore_broken_pipes
 
 if TYPE_CHECKING:
     from closeranks.run.hooks import Hook

@@ -14,11 +14,11 @@ from typing import Any, Self
 from torch import nn
 
 from closeranks.agent.detection.progress import WorkerPhase
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import UserError
 from closeranks.core.events import Evaluated, RunStarted, StepDone, Warned
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import SAVE
+from closeranks.core.system.environment import detect_world
 from closeranks.run.builder.build import build
 from closeranks.run.builder.run_definition import RunDefinition, from_job, from_python, make_hooks
 from closeranks.run.builder.shared_setup import SharedSetup

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from closeranks.core.blame import describe_error
 from closeranks.core.events import Evaluated, StepDone, Warned
+from closeranks.core.tracebacks import describe_error
 from closeranks.run.hooks import Hook
 
 if TYPE_CHECKING:

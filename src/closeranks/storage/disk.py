@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.errors import disk_error
 from closeranks.storage.protocol import Bytes, FullError, StorageError
 

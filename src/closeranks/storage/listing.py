@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.regular_file import regular_stat
+from closeranks.core.system.regular_file import regular_stat
 from closeranks.storage.errors import disk_error
 from closeranks.storage.names import check_name, is_visible
 from closeranks.storage.object_store.connection import FsspecConnection

@@ -19,8 +19,8 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.regular_file import open_descriptor
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.regular_file import open_descriptor
 from closeranks.storage.disk import (
     WINDOW_BYTES,
     DiskSink,

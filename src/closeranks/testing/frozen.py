@@ -7,7 +7,7 @@ halves what the kernel does for a rank.
 
 import gc
 
-from closeranks.core.linux import use_huge_pages
+from closeranks.core.system.linux import use_huge_pages
 
 gc.collect()
 gc.freeze()

@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from closeranks.agent.detection.exit_status import describe_status
 from closeranks.agent.detection.failure import is_consequence
-from closeranks.core.environment import child_environment, set_world
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.environment import child_environment, set_world
+from closeranks.core.system.linux import die_with_parent
 from closeranks.core.world import World
 
 GRACE_S = 1.0

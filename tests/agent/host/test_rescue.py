@@ -10,7 +10,7 @@ import pytest
 
 from closeranks.agent.host.rescue import rescue_snapshots
 from closeranks.agent.host.snapshot_memory import SnapshotMemory
-from closeranks.core import refuges
+from closeranks.core.system import fallback_folders as refuges
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from closeranks.agent.transport.token import (
     parse_token,
     read_token,
 )
-from closeranks.core.environment import child_environment, job_token
 from closeranks.core.errors import SetupError
+from closeranks.core.system.environment import child_environment, job_token
 
 GOOD = "0123456789abcdef" * 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from closeranks.agent.workers.import_threads import ImportThreads
-from closeranks.core import blame
+from closeranks.core import tracebacks as blame
 
 
 def test_what_tells_whose_a_file_is_may_import_modules_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from closeranks.checkpoint.load.chunk_reader import ChunkReader
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader, contiguous_offset, open_newest
 from closeranks.checkpoint.load.verify import verify_all
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import plan_copies
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.open import open_storage
 from tests.checkpoint import making, saving

@@ -222,7 +222,7 @@ def test_whatever_is_written_the_answer_is_a_job_or_its_problems(
 
 def test_loading_imports_neither_torch_nor_numpy_nor_rich() -> None:
     code = (
-        "import sys, closeranks.core.config.load, closeranks.core.config.explain, closeranks.core.config.schema;"
+        "import sys, closeranks.core.config.load, closeranks.core.config.explain, closeranks.core.config.json_schema;"
         "print(sorted({'torch', 'numpy', 'rich', 'typer'} & set(sys.modules)))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

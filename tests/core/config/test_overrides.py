@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.config.overrides import Override, parse_overrides, parse_value, split_pairs
-from closeranks.core.config.toml import format_value
+from closeranks.core.config.toml.writer import format_value
+from tests.core.config.toml.test_writer import TEXT, VALUE
 
 from .job_shapes import Job
-from .test_toml import TEXT, VALUE
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.data.config import MixtureConfig, TextConfig
 from closeranks.data.sampling.job_order import OrderChange, order_change, order_of
 from closeranks.data.sampling.mixture_order import MixtureOrder

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.data.sampling.order import BatchSchedule, MicroBatch, permute
 from closeranks.data.sampling.permutation import sample_indices
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import FAILPOINTS
+from closeranks.core.system.failpoints import FAILPOINTS
 from closeranks.data.shards.commit import commit
 from closeranks.data.shards.manifest import DatasetInfo
 from closeranks.data.shards.shard_file import ShardFile

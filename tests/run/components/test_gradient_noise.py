@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from closeranks import Loss, Session
-from closeranks.core.environment import set_world
 from closeranks.core.errors import ConfigError
 from closeranks.core.events import NoiseSeen, Restored, RunStarted, StepDone, Warned
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.optim.noise import DECAY

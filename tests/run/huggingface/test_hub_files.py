@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from closeranks.core.environment import set_world
 from closeranks.core.errors import ModelError
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.models.hub import llama_config_from_hf
 from closeranks.run.huggingface.convert import export_hf, import_hf

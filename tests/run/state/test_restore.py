@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.capture.slots import DATA_AT, SealedSlot, inspect_slot
-from closeranks.core import faults
 from closeranks.core.events import Restored, Resumed
+from closeranks.core.system import failpoints as faults
 from closeranks.testing import WorldError
 from tests.elastic.boxes import shared_memory
 from tests.faults.cases import AROUND_RECOVERY

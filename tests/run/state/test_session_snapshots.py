@@ -17,8 +17,8 @@ from torch import nn
 from closeranks import Hook, Session
 from closeranks.capture import slots
 from closeranks.capture.slots import inspect_slot
-from closeranks.core.environment import set_world
 from closeranks.core.events import Evaluated, Restored, RunEnded, Saved, Snapshotting, StepDone, Warned
+from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.elastic.snapshot_writer import SnapshotResult, SnapshotWriter

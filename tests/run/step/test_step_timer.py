@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from closeranks import Hook, Session
 from closeranks.agent.detection.progress import SharedProgress, WorkerPhase, create_progress_fd
 from closeranks.core.events import StepDone
-from closeranks.core.linux import ThreadClock
+from closeranks.core.system.linux import ThreadClock
 from closeranks.run.step.step_timer import CpuStopwatch, CudaStopwatch, NullStopwatch, StepTimer, make_stopwatch
 from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 from closeranks.testing import run_world

@@ -20,8 +20,8 @@ from closeranks.agent.launch_plan import AgentCallbacks, LaunchPlan, RecoverySet
 from closeranks.agent.workers.worker_group import WorkerGroup
 from closeranks.agent.workers.worker_process import WorkerSetup
 from closeranks.agent.workers.zygote_client import ZygoteClient
-from closeranks.core.environment import child_environment
 from closeranks.core.events import StepDone
+from closeranks.core.system.environment import child_environment
 from closeranks.data.sources.text import TextSource
 from closeranks.run.job.job import Job, check_workers, layout_for, load_job
 from closeranks.run.state.state import RunState

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from closeranks.core.blame import display_path, printable_message, user_frame
 from closeranks.core.errors import CloseranksError, UserError, encode
 from closeranks.core.printable import printable
+from closeranks.core.tracebacks import display_path, printable_message, user_frame
 
 _MAX_TRACEBACK_CHARS = 20_000
 

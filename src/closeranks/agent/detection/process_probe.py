@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from closeranks.agent.detection.hang import ProcessSample
-from closeranks.core.blame import display_path, is_package_file, is_user_file
+from closeranks.core.tracebacks import display_path, is_package_file, is_user_file
 
 OBSERVED_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from closeranks.agent.host.snapshot_memory import SnapshotMemory
-from closeranks.core.refuges import fallback_folders, resume_advice
+from closeranks.core.system.fallback_folders import fallback_folders, resume_advice
 
 FOLDER = "rescued"
 _CHUNK_BYTES = 1 << 22

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from closeranks.core.errors import SetupError
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 
 NUM_RANDOM_BYTES = 32
 _FEWEST_CHARACTERS = 32

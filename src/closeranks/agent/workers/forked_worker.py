@@ -20,12 +20,12 @@ from typing import NoReturn
 from closeranks.agent.detection.progress import SharedProgress
 from closeranks.agent.workers.wire import WorkerFds
 from closeranks.agent.workers.worker_link import WorkerLink
-from closeranks.core.environment import set_world
 from closeranks.core.errors import CloseranksError
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.linux import die_with_parent
-from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
+from closeranks.core.system.environment import set_world
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.linux import die_with_parent
+from closeranks.core.system.process_title import set_title
 
 FORKED = declare_failpoint("restore.forked", "a worker is forked, and has done nothing yet")
 

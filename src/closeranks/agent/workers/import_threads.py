@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from closeranks.core.blame import is_user_file
-from closeranks.core.linux import num_threads
+from closeranks.core.system.linux import num_threads
+from closeranks.core.tracebacks import is_user_file
 
 
 class ImportThreads:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from closeranks.core.appending import AppendFile
+from closeranks.core.system.append_file import AppendFile
 
 _CHUNK_BYTES = 1 << 14
 """Size of one read: thousands of short lines take tens of milliseconds to show, and other workers wait meanwhile."""

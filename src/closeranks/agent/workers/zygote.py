@@ -32,9 +32,9 @@ from closeranks.agent.workers.forked_worker import run_forked_worker
 from closeranks.agent.workers.import_threads import ImportThreads
 from closeranks.agent.workers.wire import WorkerFds
 from closeranks.core.errors import UserError, encode
-from closeranks.core.linux import die_with_parent, num_threads
-from closeranks.core.process_title import set_title
 from closeranks.core.registry import load_object
+from closeranks.core.system.linux import die_with_parent, num_threads
+from closeranks.core.system.process_title import set_title
 
 _PACKET_BYTES = 1 << 17
 

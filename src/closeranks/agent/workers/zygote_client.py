@@ -28,7 +28,7 @@ from closeranks.agent.workers.output import OutputLog
 from closeranks.agent.workers.wire import WorkerFds
 from closeranks.agent.workers.zygote_process import ZygoteProcess, start_zygote
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, decode
-from closeranks.core.linux import reap_orphans, set_child_subreaper
+from closeranks.core.system.linux import reap_orphans, set_child_subreaper
 
 _PACKET_BYTES = 1 << 17
 _TAIL_LINES = 12

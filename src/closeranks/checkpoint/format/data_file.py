@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from closeranks.checkpoint.format.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.checkpoint.format.manifest import Chunk, DataFile
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import Storage
 
 FIRST_BYTES = declare_failpoint(

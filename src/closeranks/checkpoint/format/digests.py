@@ -29,8 +29,8 @@ import numpy as np
 from blake3 import blake3
 from crc32c import crc32c as _crc32c
 
-from closeranks.core.overlaps import TensorBox, contiguous_boxes
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import TensorBox, contiguous_boxes
 from closeranks.storage.protocol import Bytes
 
 _ITEM_BYTES = {

@@ -25,9 +25,9 @@ from closeranks.checkpoint.format.manifest import (
     parse_folder,
 )
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
 from closeranks.core.printable import is_printable, printable
+from closeranks.core.reshard import plan_copies
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 FIX = "Use an earlier checkpoint."

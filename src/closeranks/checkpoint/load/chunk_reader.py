@@ -16,7 +16,7 @@ from closeranks.checkpoint.format.digests import crc32c
 from closeranks.checkpoint.format.manifest import CheckpointManifest, ChunkLocation, DataFile
 from closeranks.checkpoint.format.manifest_validation import FIX
 from closeranks.core.errors import CheckpointError
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 
 

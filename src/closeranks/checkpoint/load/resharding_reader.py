@@ -25,8 +25,8 @@ from closeranks.checkpoint.format.manifest_validation import FIX, coverage_gap, 
 from closeranks.checkpoint.load.catalogue import find_checkpoints
 from closeranks.checkpoint.load.chunk_reader import ChunkReader
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import ContiguousBox, Overlap, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import ContiguousBox, Overlap, TensorBox, plan_copies
 from closeranks.storage.protocol import Storage
 
 _KEPT_BYTES = 64 << 20

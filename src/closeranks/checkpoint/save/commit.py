@@ -37,9 +37,9 @@ from closeranks.checkpoint.save.references import missing_files
 from closeranks.checkpoint.save.retention import age_key
 from closeranks.checkpoint.save.save_task import SaveTask
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.overlaps import plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import plan_copies
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import ExistsError, MissingError, Storage, StorageError
 
 PARTS_GATHERED = declare_failpoint(

@@ -18,7 +18,7 @@ from typing import Protocol
 from closeranks.checkpoint.format.manifest import LATEST, MANIFEST, decode_latest, decode_manifest, parse_folder
 from closeranks.checkpoint.format.manifest_validation import read_document, validate_head
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import DeniedError, MissingError, Storage
 
 MANIFEST_REMOVED = declare_failpoint(

@@ -47,7 +47,7 @@ from closeranks.checkpoint.save.commit import (
 from closeranks.checkpoint.save.retention import RetentionPolicy, apply_retention, clear_unfinished
 from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask, StorageTier, session_token
 from closeranks.core.errors import CloseranksError
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Storage, StorageError
 

@@ -30,9 +30,9 @@ from closeranks.checkpoint.save import save_tiers as writing
 from closeranks.checkpoint.save.chunk_source import TensorChunkSource, chunks_of_plan
 from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask, StorageTier
 from closeranks.checkpoint.save.writer_client import WriterClient
-from closeranks.core.background import BackgroundThread, Task
 from closeranks.core.errors import CheckpointError
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.background_thread import BackgroundThread, Task
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 
 _POLL_S = 0.02
 _REMEMBERED = 64

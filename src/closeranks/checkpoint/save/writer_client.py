@@ -36,7 +36,7 @@ from closeranks.checkpoint.save.save_task import (
     encode_save_task,
     encode_settings,
 )
-from closeranks.core.environment import child_environment
+from closeranks.core.system.environment import child_environment
 
 _SEND_S = 10.0
 """A writer that does not accept a save for this long is considered stuck."""

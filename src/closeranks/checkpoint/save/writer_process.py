@@ -39,10 +39,10 @@ from closeranks.checkpoint.save.save_task import (
     decode_settings,
     encode_report,
 )
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.linux import die_with_parent
-from closeranks.core.process_title import set_child_title
-from closeranks.core.streams import ignore_broken_pipes
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.linux import die_with_parent
+from closeranks.core.system.process_title import set_child_title
+from closeranks.core.system.stdio import ignore_broken_pipes
 from closeranks.storage import lease
 
 RECEIVED = declare_failpoint("writer.order_received", "a writer process has an order and the buffer; nothing was begun")

@@ -25,8 +25,8 @@ from closeranks.checkpoint.dcp.names import StatePath as StatePath
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.checkpoint.weights.torch_file import plain_names
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import ContiguousBox, TensorBox, plan_copies
 from closeranks.core.pieces import Piece
+from closeranks.core.reshard import ContiguousBox, TensorBox, plan_copies
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import MissingError, Storage, StorageError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.errors import CheckpointError
-from closeranks.core.regular_file import read_bytes
+from closeranks.core.system.regular_file import read_bytes
 
 MAX_JSON_BYTES = 100 << 20
 """An index of a million tensors is smaller; a file that claims more is damaged or hostile."""

@@ -25,9 +25,9 @@ from torch import Tensor
 from closeranks.checkpoint.weights.hf_index import MAX_JSON_BYTES
 from closeranks.checkpoint.weights.protocol import BAND_BYTES
 from closeranks.core.errors import CheckpointError
-from closeranks.core.overlaps import TensorBox, contiguous_boxes
 from closeranks.core.pieces import Piece
-from closeranks.core.regular_file import open_binary, open_descriptor
+from closeranks.core.reshard import TensorBox, contiguous_boxes
+from closeranks.core.system.regular_file import open_binary, open_descriptor
 
 FORMATS: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from closeranks.checkpoint.weights.hf_index import read_index
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece, narrow_to_piece
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NESTED = ("model", "state_dict", "module", "model_state_dict", "weights")

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from closeranks.core.config.leaves import config_values
 from closeranks.core.config.load import LoadedConfig
 from closeranks.core.config.origin import DEFAULT, ValueOrigin
 from closeranks.core.config.table import ConfigTable
-from closeranks.core.config.toml import format_value
+from closeranks.core.config.toml.writer import format_value
+from closeranks.core.config.values import config_values
 from closeranks.core.errors import UserError
 
 UNSET = "(not set)"

@@ -13,16 +13,16 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from closeranks.core.config.leaves import config_values
+from closeranks.core.config.job_file import read_job_file
 from closeranks.core.config.merge import ConfigTree
 from closeranks.core.config.origin import COMMAND_LINE, DEFAULT, PYTHON, ValueOrigin
 from closeranks.core.config.overrides import Override, parse_overrides
-from closeranks.core.config.partial import run_partial_checks, without_follow_on_problems
-from closeranks.core.config.problems import problems_of
-from closeranks.core.config.source import read_job_file
-from closeranks.core.config.syntax import JobText
 from closeranks.core.config.table import ConfigTable
-from closeranks.core.config.toml import dotted_key
+from closeranks.core.config.toml.parser import JobText
+from closeranks.core.config.toml.writer import dotted_key
+from closeranks.core.config.validation.partial_checks import run_partial_checks, without_follow_on_problems
+from closeranks.core.config.validation.problems import problems_of
+from closeranks.core.config.values import config_values
 from closeranks.core.errors import ConfigError, Problem, UserError
 
 T = TypeVar("T", bound=ConfigTable)

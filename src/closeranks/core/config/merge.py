@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from closeranks.core.config.leaves import config_values
 from closeranks.core.config.origin import ValueOrigin
 from closeranks.core.config.table import ConfigTable
-from closeranks.core.config.toml import Parts, dotted_key
+from closeranks.core.config.toml.writer import Parts, dotted_key
+from closeranks.core.config.values import config_values
 from closeranks.core.errors import UserError
 
 OriginOf = Callable[[str], ValueOrigin]

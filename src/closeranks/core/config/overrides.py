@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from closeranks.core.config.scan import split_key, tokens
-from closeranks.core.config.shape import SchemaNode, node_at
 from closeranks.core.config.table import ConfigTable
-from closeranks.core.config.toml import Parts, dotted_key
-from closeranks.core.config.words import describe_expected, example_value
+from closeranks.core.config.toml.scanner import split_key, tokens
+from closeranks.core.config.toml.writer import Parts, dotted_key
+from closeranks.core.config.validation.descriptions import describe_expected, example_value
+from closeranks.core.config.validation.schema_tree import SchemaNode, node_at
 from closeranks.core.errors import Problem
 
 _KEY_AHEAD = re.compile(r"""[\w."'-]+\s*=""")

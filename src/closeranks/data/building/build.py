@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from closeranks.core.errors import DataError, Interrupted
-from closeranks.core.faults import failpoint
+from closeranks.core.system.failpoints import failpoint
 from closeranks.data.building.build_spec import BuildSettings, BuildSpec, PartCounts, PartDone, SkippedRecord
 from closeranks.data.building.inspect_inputs import make_build_spec
 from closeranks.data.building.journal import DESCRIBED, PARTS_DONE, BuildJournal, decide

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from closeranks.core.errors import DataError, SetupError
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.regular_file import read_bytes
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.regular_file import read_bytes
 from closeranks.data.building.build_spec import BuildSpec, PartCounts, PartDone
 from closeranks.data.building.readers.input_files import fingerprint
 from closeranks.storage.documents import UnsoundDocument, seal, unseal

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import read_bytes
+from closeranks.core.system.regular_file import read_bytes
 from closeranks.data.dataset_protocol import Ints
 
 BYTES = "bytes"

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, encode
-from closeranks.core.linux import die_with_parent
-from closeranks.core.streams import ignore_broken_pipes
+from closeranks.core.system.linux import die_with_parent
+from closeranks.core.system.stdio import ignore_broken_pipes
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.building.build_spec import BuildSpec
 from closeranks.data.building.part_builder import PartBuilder
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from closeranks.core.environment import child_environment
 from closeranks.core.errors import CloseranksError, RunFailed, decode
+from closeranks.core.system.environment import child_environment
 from closeranks.data.building.build_spec import BuildSpec, PartDone
 
 _GO_ON = "Finished shards are kept: give the same command again and it goes on from there."

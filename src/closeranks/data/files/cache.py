@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.data.files.cache_errors import cache_error, lock_timeout_error, no_space_error, too_large_error
 from closeranks.data.files.cache_space import FILE, PART, CacheSpace, CacheTimeouts, SpaceRequest
 from closeranks.data.files.cache_write import RemoteFileVersion, StallDetector, is_sound, write_cached_file

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.data.files.cache_errors import digest_mismatch_error, incomplete_error, is_disk_full, stalled_error
 
 PIECE_CACHED = declare_failpoint("piece cached", "a file from far away lies in the cache in part")

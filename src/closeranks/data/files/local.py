@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import read_bytes, regular_stat
+from closeranks.core.system.regular_file import read_bytes, regular_stat
 from closeranks.data.files.cache_errors import empty_error, storage_error
 from closeranks.data.files.protocol import FileInfo
 from closeranks.storage.errors import disk_error

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import open_descriptor
+from closeranks.core.system.regular_file import open_descriptor
 from closeranks.data.files.protocol import Files
 
 _LIMIT_LOCAL = 128

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from closeranks.core.environment import child_environment
 from closeranks.core.errors import UserError
+from closeranks.core.system.environment import child_environment
 from closeranks.data.loading import messages
 from closeranks.data.loading.messages import KillLoaderWorker, LoaderWorkerExited, SocketClosed, StartLoaderWorker
 

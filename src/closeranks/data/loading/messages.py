@@ -14,8 +14,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError, decode, encode
+from closeranks.core.tracebacks import describe_error
 
 _PACKET_BYTES = 1 << 17
 _TRACEBACK_CHARACTERS = 1 << 14

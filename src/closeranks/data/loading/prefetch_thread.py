@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from queue import Empty, Queue
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.loading.worker_pool import LoaderStopped
 

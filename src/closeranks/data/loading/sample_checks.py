@@ -17,10 +17,10 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import DataError, UserError
 from closeranks.core.protocols import Batch
 from closeranks.core.registry import did_you_mean, load_object
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.config import ChecksConfig
 
 Reasons: TypeAlias = dict[int, str]

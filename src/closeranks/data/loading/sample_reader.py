@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import BadRecordError, CloseranksError, DataError
 from closeranks.core.protocols import Batch, DataSource
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.dataset_protocol import Ints
 from closeranks.data.loading.quarantine import BadSample
 from closeranks.data.loading.read_settings import ReadSettings

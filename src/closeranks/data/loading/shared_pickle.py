@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import UserError
+from closeranks.core.tracebacks import describe_error
 
 _ALIGN = 64
 _HEAD = struct.Struct("<QQ")

@@ -23,12 +23,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
-from closeranks.core.keys import derive_seed
-from closeranks.core.linux import die_with_parent
-from closeranks.core.process_title import set_child_title
-from closeranks.core.streams import ignore_broken_pipes
+from closeranks.core.seeds import derive_seed
+from closeranks.core.system.linux import die_with_parent
+from closeranks.core.system.process_title import set_child_title
+from closeranks.core.system.stdio import ignore_broken_pipes
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.loading import messages
 from closeranks.data.loading.messages import (
     LoaderWorkerExited,

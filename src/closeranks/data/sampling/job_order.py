@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.data.config import DataConfig, MixtureConfig
 from closeranks.data.sampling.mixture_order import MixtureOrder
 from closeranks.data.sampling.order import BlockOrder, FullOrder, SampleOrder, SequentialOrder

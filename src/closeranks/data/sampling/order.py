@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from closeranks.core.errors import DataError
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 from closeranks.data.sampling.batch_schedule import BatchSchedule, MicroBatch
 from closeranks.data.sampling.permutation import Ints, numbered_keys, permute, permute_each, sample_indices, unpermute
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from closeranks.core.keys import derive_seed
+from closeranks.core.seeds import derive_seed
 
 UInts: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.int64]

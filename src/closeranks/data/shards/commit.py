@@ -17,8 +17,8 @@ from typing import Any
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.regular_file import open_descriptor, read_bytes
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.regular_file import open_descriptor, read_bytes
 from closeranks.data.shards.encoding import Form, decode_schemas
 from closeranks.data.shards.manifest import (
     NAME,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from closeranks.core.errors import BadRecordError, DataError
-from closeranks.core.regular_file import open_descriptor
+from closeranks.core.system.regular_file import open_descriptor
 from closeranks.data.dataset_protocol import Ints
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.encoding import RecordDecoder

@@ -22,7 +22,7 @@ from blake3 import blake3
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.data.shards.manifest import ShardEntry
 from closeranks.data.shards.shard_format import (
     DATA_OFFSET,

@@ -18,7 +18,7 @@ import numpy as np
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import open_descriptor
+from closeranks.core.system.regular_file import open_descriptor
 from closeranks.data.dataset_protocol import Ints
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.encoding import PREFIX, RecordDecoder, decode_schemas

@@ -11,8 +11,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from closeranks.core.errors import DataError
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch
+from closeranks.core.seeds import derive_seed
 from closeranks.data.config import DigitsDataConfig
 from closeranks.data.sampling.order import Ints, permute
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch
+from closeranks.core.seeds import derive_seed
 from closeranks.data.config import PairsDataConfig
 from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import BadRecordError, DataError
+from closeranks.core.tracebacks import describe_error
 
 
 def sample_error(named: str, error: Exception, fix: str) -> DataError:

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from closeranks.core.errors import DataError
 from closeranks.core.protocols import Batch
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 from closeranks.data.config import TextConfig
 from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.registry import SOURCES, Split, num_held_out

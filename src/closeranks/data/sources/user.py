@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from closeranks.core.blame import describe_error
 from closeranks.core.errors import CloseranksError, DataError
 from closeranks.core.protocols import Batch, DataSource
 from closeranks.core.registry import load_object
+from closeranks.core.tracebacks import describe_error
 from closeranks.data.config import UserDataConfig
 from closeranks.data.dataset_protocol import Ints
 from closeranks.data.loading.sample_reader import name_samples

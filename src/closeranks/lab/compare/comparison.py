@@ -15,8 +15,8 @@ from pathlib import Path
 
 import typer
 
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import SetupError
+from closeranks.core.system.environment import detect_world
 from closeranks.lab.compare.advice import advise
 from closeranks.lab.compare.comparison_plan import ComparisonRun, make_plan
 from closeranks.lab.compare.config import load_compare

@@ -19,7 +19,7 @@ from typing import Any
 from closeranks import __version__
 from closeranks.core.config.origin import COMMAND_LINE
 from closeranks.core.config.overrides import Override, parse_overrides
-from closeranks.core.config.toml import Parts, dotted_key, format_value
+from closeranks.core.config.toml.writer import Parts, dotted_key, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.lab.compare.config import Changes, CompareConfig, ComparisonSetting, as_user_error
 from closeranks.run.job.job import Job, check_workers, load_job

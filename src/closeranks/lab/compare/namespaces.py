@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO
 
 from closeranks.core.errors import SetupError
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.linux import die_with_parent
 from closeranks.lab.compare import delay_switch as relay
 from closeranks.lab.compare.config import NetworkConfig
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from closeranks.core.errors import SetupError
-from closeranks.core.regular_file import read_text
+from closeranks.core.system.regular_file import read_text
 from closeranks.lab.compare.comparison_plan import ComparisonPlan, ComparisonRun
 from closeranks.telemetry.formatting import count
 

@@ -25,7 +25,7 @@ import typer
 
 from closeranks.agent.host.signals import is_sighup_ignored
 from closeranks.core.errors import Disconnected, Drained, Interrupted, SetupError
-from closeranks.core.linux import die_with_parent
+from closeranks.core.system.linux import die_with_parent
 from closeranks.lab.compare.comparison_plan import ComparisonPlan, ComparisonRun
 from closeranks.lab.compare.config import NetworkConfig
 from closeranks.lab.compare.namespaces import NamespaceHost, NamespaceHosts, address_of, children_of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import typer
 
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, ConfigError, Drained, Interrupted, SetupError, UserError
+from closeranks.core.system.environment import detect_world
 from closeranks.elastic.faults.campaign import draw_campaign
 from closeranks.elastic.faults.fault import KINDS, InjectedFault, check_faults
 from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from closeranks.core.descriptors import track_sockets
 from closeranks.core.errors import ConfigError
 from closeranks.core.protocols import DataSource, ModelSpec, Reducer
+from closeranks.core.system.fork_safety import track_sockets
 from closeranks.core.world import World
 from closeranks.data.loading.loader import Loader
 from closeranks.data.loading.quarantine import Quarantine

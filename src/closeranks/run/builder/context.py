@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from closeranks.core.environment import gpus_are_per_task
 from closeranks.core.errors import ConfigError, Problem, SetupError
+from closeranks.core.system.environment import gpus_are_per_task
 from closeranks.core.world import World
 from closeranks.data.sampling.cursor import Cursor
 from closeranks.data.sampling.order import BatchSchedule

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.core.appending import AppendFile
 from closeranks.core.errors import DataError, SetupError
 from closeranks.core.events import Event, Warned
+from closeranks.core.system.append_file import AppendFile
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.loading.loader import Loader
 from closeranks.data.loading.quarantine import BadSample, Quarantine, merge

@@ -31,7 +31,7 @@ from closeranks.checkpoint.weights.hf_shards import (
 from closeranks.checkpoint.weights.open import OURS, detect_format, open_weights
 from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.checkpoint.weights.save_weights import save_weights
-from closeranks.core.config.toml import format_value
+from closeranks.core.config.toml.writer import format_value
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece
 from closeranks.facts.llama import LlamaShape, parameter_shapes

@@ -18,7 +18,7 @@ from typing import Any
 from closeranks.checkpoint.weights.checkpoint_weights import open_checkpoint_weights
 from closeranks.checkpoint.weights.open import OURS, detect_format
 from closeranks.core.errors import CheckpointError
-from closeranks.core.regular_file import open_binary, read_text
+from closeranks.core.system.regular_file import open_binary, read_text
 from closeranks.storage.protocol import StorageError
 
 SMALL = (

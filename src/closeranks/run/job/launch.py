@@ -23,13 +23,13 @@ from closeranks.agent.launch_plan import JobOutcome, LaunchPlan, RecoverySetting
 from closeranks.agent.transport.address import parse_listen
 from closeranks.agent.transport.host_connections import JoinEndpoint
 from closeranks.agent.transport.token import lead_token
-from closeranks.core.blame import display_path
-from closeranks.core.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, Saved, Warned, decode
-from closeranks.core.interfaces import WILDCARDS, own_address
-from closeranks.core.process_title import set_title
 from closeranks.core.registry import is_import_path
+from closeranks.core.system.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
+from closeranks.core.system.network_interfaces import WILDCARDS, own_address
+from closeranks.core.system.process_title import set_title
+from closeranks.core.tracebacks import display_path
 from closeranks.core.world import World
 from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.job import Job, check_workers, layout_for, load_job

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from closeranks.core.config.toml import dump_toml
+from closeranks.core.config.toml.writer import dump_toml
 from closeranks.core.errors import SetupError
 from closeranks.run.job.job import Job
 from closeranks.storage.names import OWNER

@@ -28,8 +28,8 @@ from closeranks.capture.capture_plan import num_digest_threads
 from closeranks.capture.slots import SealedSlot, SlotError, SlotHeader, SnapshotSlot, inspect_slot, void_slot
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Event, Restored, Resumed, StepDone, Warned, decode
-from closeranks.core.faults import declare_failpoint, failpoint
-from closeranks.core.regular_file import read_text
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
+from closeranks.core.system.regular_file import read_text
 from closeranks.elastic.backup_ranks import backup_ranks, images_of, layout_digest
 from closeranks.elastic.restore_plan import (
     OWN_FILES,

@@ -27,8 +27,8 @@ from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings
 from closeranks.checkpoint.save.saver import CheckpointSaver, SaveTarget
 from closeranks.core.errors import CloseranksError, SetupError
 from closeranks.core.events import Evaluated, Event, Pruned, Saved, SaveFailed, Warned
-from closeranks.core.refuges import fallback_folders, resume_advice
 from closeranks.core.requests import SAVE
+from closeranks.core.system.fallback_folders import fallback_folders, resume_advice
 from closeranks.elastic.vote import Ballot, Verdict
 from closeranks.run.builder.context import RunContext
 from closeranks.run.components.component import Component

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import DataSource, Loss
+from closeranks.core.seeds import derive_seed
 from closeranks.data.loading.batch_reader import LoadedBatch, map_tensors
 from closeranks.data.loading.read_settings import ReadSettings
 from closeranks.data.loading.sample_reader import read_samples

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.core.errors import UserError
-from closeranks.core.keys import derive_seed
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import RunRequest
+from closeranks.core.seeds import derive_seed
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.sampling.order import MicroBatch
 from closeranks.elastic.vote import Ballot, Verdict

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from closeranks.agent.detection.progress import WorkerPhase
-from closeranks.core.linux import ThreadClock
+from closeranks.core.system.linux import ThreadClock
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient
 
 _NUM_OWN = 1000

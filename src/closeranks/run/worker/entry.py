@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import numpy.ma  # noqa: F401
 
 from closeranks.agent.workers.worker_link import WorkerLink
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import ENDINGS, Interrupted
+from closeranks.core.system.environment import detect_world
 from closeranks.run.job.job import Job
 from closeranks.run.loop import run_session, train_job
 from closeranks.run.session import Session

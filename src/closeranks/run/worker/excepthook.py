@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from closeranks.core.blame import user_frame
-from closeranks.core.environment import detect_world
 from closeranks.core.errors import CloseranksError, UserError
+from closeranks.core.system.environment import detect_world
+from closeranks.core.tracebacks import user_frame
 from closeranks.run.worker.error_output import print_error, report_turn
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -18,11 +18,11 @@ import torch
 import torch.utils.deterministic
 
 from closeranks import __version__
-from closeranks.core.descriptors import close_in_children
-from closeranks.core.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.events import RunStarted
-from closeranks.core.interfaces import interface_of
-from closeranks.core.streams import ignore_broken_pipes
+from closeranks.core.system.environment import bind_gloo, fix_cublas_workspace, thread_limit
+from closeranks.core.system.fork_safety import close_in_children
+from closeranks.core.system.network_interfaces import interface_of
+from closeranks.core.system.stdio import ignore_broken_pipes
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
 from closeranks.optim.scaling import describe_lr_scaling

@@ -27,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from closeranks.capture.capture import Capture
 from closeranks.capture.slots import SealedSlot, SlotHeader
-from closeranks.core.linux import num_threads
 from closeranks.core.protocols import Batch
+from closeranks.core.system.linux import num_threads
 from closeranks.core.world import World
 from closeranks.data.sampling.order import Ints
 from closeranks.data.sources.open import open_source

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.errors import UnknownUploadError
 from closeranks.storage.object_store.retry import RetryCount, RetryPolicy, retry
 from closeranks.storage.protocol import Bytes, MissingError, StorageError

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
-from closeranks.core.faults import declare_failpoint, failpoint
+from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage import lease
 from closeranks.storage.errors import UnknownUploadError
 from closeranks.storage.listing import list_fsspec, list_s3, to_entry

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.core.keys import derive_seed
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
+from closeranks.core.seeds import derive_seed
 from closeranks.sync.held import CommGroup
 from closeranks.sync.journeys import AsyncReduction
 from closeranks.sync.memory import FACTOR, RESIDUAL, StagedTensor, error_feedback_rows

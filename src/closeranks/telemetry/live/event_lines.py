@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from closeranks.core.blame import display_path
 from closeranks.core.events import (
     Evaluated,
     HostChanged,
@@ -27,6 +26,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
+from closeranks.core.tracebacks import display_path
 from closeranks.telemetry import formatting as wording
 from closeranks.telemetry.live.throughput import MeterReading
 

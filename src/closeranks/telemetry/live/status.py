@@ -18,8 +18,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.plain_fields import checked_fields
-from closeranks.core.regular_file import read_text
+from closeranks.core.dataclass_fields import checked_fields
+from closeranks.core.system.regular_file import read_text
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _EVERY_S = 0.5

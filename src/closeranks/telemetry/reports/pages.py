@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from closeranks.core.blame import display_path
+from closeranks.core.tracebacks import display_path
 from closeranks.telemetry.reports.report import write_report
 from closeranks.telemetry.reports.run_plot import draw_run
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.appending import AppendFile
 from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, StepDone, Warned, decode
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.append_file import AppendFile
+from closeranks.core.system.regular_file import open_binary
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 Sink = Callable[[Event], None]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.core.regular_file import read_text
+from closeranks.core.system.regular_file import read_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz"}
 RATIO = 4

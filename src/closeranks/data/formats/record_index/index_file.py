@@ -24,7 +24,7 @@ from blake3 import blake3
 from crc32c import crc32c
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import open_binary
+from closeranks.core.system.regular_file import open_binary
 from closeranks.data.files.protocol import FileInfo
 from closeranks.storage.disk import write_all
 from closeranks.storage.documents import UnsoundDocument, seal, unseal

@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from closeranks.core.errors import DataError
-from closeranks.core.regular_file import read_bytes
+from closeranks.core.system.regular_file import read_bytes
 from closeranks.data.dataset_protocol import Ints, Record, RecordLocation, Records
 from closeranks.data.files.protocol import FileInfo, Files
 from closeranks.data.formats.record_index.saved_index import IndexLocation

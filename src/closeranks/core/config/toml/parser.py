@@ -1,0 +1,236 @@
+"""What does a job file say, and where is it not TOML?
+
+Invariant: a broken file gives every broken line it is safe to look past, each in plain words with its line and column,
+not only the first. A line is looked past only when it is a ``key = value`` of its own, so that no later complaint is
+an echo.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from closeranks.core.config.toml.scanner import TomlStatement, lines_of, statements
+from closeranks.core.errors import Problem
+
+_POSITION = re.compile(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)", re.DOTALL)
+_MAX_PROBLEMS = 50
+_LONGEST_SHOWN = 70
+
+
+@dataclass(frozen=True, slots=True)
+class JobText:
+    """A job file as read: its values, the line of each place, and what could not be read."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    is_whole: bool = True
+    """False where the rest of the file makes no sense without the broken part."""
+
+
+@dataclass(frozen=True, slots=True)
+class TomlError:
+    """One thing the TOML reader stumbled over."""
+
+    message: str
+    line: int
+    column: int
+    source: str
+    """The text of that line."""
+    statement: TomlStatement
+    earlier_line: int
+    """Where the same key or table stands already; 0 if nowhere."""
+
+    @property
+    def rest(self) -> str:
+        return self.source[self.column - 1 :].strip()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the statement is a ``key = value`` on one line, which the rest of the file does not need."""
+        statement = self.statement
+        is_one_line = statement.first_line == statement.last_line == self.line
+        return is_one_line and bool(statement.place) and not statement.is_header
+
+
+ProblemWords = tuple[str, str]
+
+
+def read_toml(text: str, name: str) -> JobText:
+    """Parse a job file, looking past broken lines as far as is safe."""
+    lines = lines_of(statements(text))
+    problems: list[Problem] = []
+    rest = text
+    while len(problems) < _MAX_PROBLEMS:
+        try:
+            return JobText(name, tomllib.loads(rest), lines, tuple(problems))
+        except RecursionError:
+            problems.append(
+                Problem(name, "it is nested too deeply to read", "Write fewer brackets inside one another.")
+            )
+            break
+        except ValueError as error:
+            fault = _fault(rest, str(error))
+            problems.append(_problem(fault, name))
+            if not fault.is_alone:
+                break
+            rest = _without_line(rest, fault.line)
+    return JobText(name, {}, lines, tuple(problems), is_whole=False)
+
+
+def _without_line(text: str, line: int) -> str:
+    parts = text.split("\n")
+    parts[line - 1] = ""
+    return "\n".join(parts)
+
+
+def _fault(text: str, message: str) -> TomlError:
+    match = _POSITION.fullmatch(message)
+    what = match["what"] if match else message
+    sources = text.split("\n")
+    found = statements(text)
+    line, column = (int(match["line"]), int(match["column"])) if match and match["line"] else _end(found, sources)
+    around = [s for s in found if s.first_line <= line <= s.last_line]
+    statement = around[0] if around else TomlStatement(sources[line - 1], line, line)
+    if what.startswith(("Unclosed", "Unterminated", "Expected ']", 'Expected "')):
+        line, column = _opening(statement, sources)
+    earlier = lines_of(found).get(statement.place, 0)
+    earlier = earlier if earlier < statement.first_line else 0
+    return TomlError(what, line, column, sources[line - 1].rstrip("\r"), statement, earlier)
+
+
+def _end(found: list[TomlStatement], sources: list[str]) -> tuple[int, int]:
+    """Without a position the reader ran to the end: the first statement that cannot stand alone made it run."""
+    line = next((s.last_line for s in found if not _can_stand_alone(s)), found[-1].last_line if found else 1)
+    return line, len(sources[line - 1]) + 1
+
+
+def _can_stand_alone(statement: TomlStatement) -> bool:
+    try:
+        tomllib.loads(statement.text)
+    except ValueError:
+        return False
+    return True
+
+
+def _opening(statement: TomlStatement, sources: list[str]) -> tuple[int, int]:
+    """An opening without its close is found late; people look for it where it opens."""
+    source = sources[statement.first_line - 1]
+    after_key = source.find("=") + 1
+    return statement.first_line, after_key + len(source[after_key:]) - len(source[after_key:].lstrip()) + 1
+
+
+def _problem(fault: TomlError, name: str) -> Problem:
+    what, fix = _words(fault)
+    shown = fault.source.strip()
+    shown = shown if len(shown) <= _LONGEST_SHOWN else shown[: _LONGEST_SHOWN - 3] + "..."
+    place = fault.statement.place or f"line {fault.line}"
+    return Problem(place, f"{what} (column {fault.column} of `{shown}`)", fix, f"{name}:{fault.line}")
+
+
+def _words(fault: TomlError) -> ProblemWords:
+    for start, words in _ANSWERS:
+        if fault.message.startswith(start):
+            return words(fault) if callable(words) else words
+    return fault.message[:1].lower() + fault.message[1:], "Look at this line and the one before it."
+
+
+def _no_value(fault: TomlError) -> ProblemWords:
+    rest = fault.rest.split("#")[0].strip().rstrip(",")
+    begins_earlier = fault.statement.first_line < fault.line
+    if begins_earlier:
+        what = f"`{rest}` is not a value of the array that begins on line {fault.statement.first_line}"
+        return what, "Close that array with `]`, or put text in quotes."
+    if not rest:
+        return "there is no value after `=`", "Write a value, or delete the line to keep the default."
+    if rest.lower() in ("true", "false"):
+        return f"`{rest}` is not a value", f"Write {rest.lower()}, in small letters."
+    if rest.lower() in ("none", "null", "nil"):
+        return f"`{rest}` is not a value", "Delete the line: a key that is not set keeps its default."
+    if re.fullmatch(r"[+-]?\.\d+(e[+-]?\d+)?", rest, re.IGNORECASE):
+        return f"the number `{rest}` has no digit before its point", f"Write {rest.replace('.', '0.')}."
+    text = re.sub("[\"']", "", rest)
+    return f"`{rest}` is not a value", f'Write a number, true or false, or put text in quotes: "{text}".'
+
+
+def _too_much(fault: TomlError) -> ProblemWords:
+    if fault.rest.startswith(("//", ";")):
+        return f"`{fault.rest}` stands after the value", "A comment begins with #."
+    if fault.rest.startswith(","):
+        return "a comma stands after the value", "Delete it: each line of a table stands for itself."
+    if fault.statement.is_header:
+        return f"`{fault.rest}` stands after the table header", "Put it on a line of its own."
+    word = re.split(r"[\s,=]", fault.source[: fault.column - 1])[-1] + re.split(r"[\s,#]", fault.rest)[0]
+    if re.match(r"[\w+-]", word) and not fault.rest.startswith(word):
+        return f"`{word}` is not a value", f'Write a plain number, or put text in quotes: "{word}".'
+    what = f"`{fault.rest}` stands after the value"
+    return what, "Put text in quotes, write one key on each line, and begin comments with #."
+
+
+def _no_equals(fault: TomlError) -> ProblemWords:
+    if fault.rest.startswith(":"):
+        return "`:` stands where `=` should", "Write key = value."
+    return "there is no `=` after the key", "Write key = value; a key of several words is joined by _."
+
+
+def _twice(fault: TomlError) -> ProblemWords:
+    before = f"; line {fault.earlier_line} has it already" if fault.earlier_line else ", or is both a key and a table"
+    if fault.statement.is_header:
+        name = fault.statement.text.split("#")[0].strip()
+        return f"the table {name} stands a second time{before}", "Keep one header and put all its keys under it."
+    return f"this key stands a second time{before}", "Keep one of the two."
+
+
+def _bad_key(fault: TomlError) -> ProblemWords:
+    return ("the table header has no name", "Write [table].") if fault.statement.is_header else _INLINE
+
+
+def _bad_character(fault: TomlError) -> ProblemWords:
+    if "\\n" in fault.message or "\\r" in fault.message:
+        return "the quoted text does not end on its line", "Close it with the same quote that opened it."
+    return f"the text holds the {fault.message[:1].lower()}{fault.message[1:]}", "Delete it; it may not be visible."
+
+
+_INLINE: ProblemWords = (
+    "the inline table {...} is not well formed",
+    "Keep it on one line, key = value with a comma between and none at the end, or write it as a [table].",
+)
+_ESCAPE: ProblemWords = (
+    "a backslash in double quotes begins an escape",
+    "Use single quotes: 'C:\\data', or write \\\\.",
+)
+_ANSWERS: tuple[tuple[str, ProblemWords | Callable[[TomlError], ProblemWords]], ...] = (
+    ("Invalid value", _no_value),
+    ("Expected newline", _too_much),
+    ("Expected '=' after", _no_equals),
+    ("Cannot overwrite", _twice),
+    ("Cannot declare", _twice),
+    ("Cannot redefine", _twice),
+    (
+        "Invalid statement",
+        ("this is neither `key = value` nor a [table]", "Begin comments with #; keys use a-z, 0-9, _ and -."),
+    ),
+    ("Unclosed array", ("the array is not closed, or lacks a comma", "Write [1, 2]: commas between, `]` at the end.")),
+    ("Unclosed inline", _INLINE),
+    ("Invalid initial character", _bad_key),
+    ("Duplicate inline", ("a key stands twice in the inline table", "Keep one of the two.")),
+    (
+        "Cannot mutate",
+        ("this adds to a table or array that is complete already", "Write all of its keys in one place."),
+    ),
+    ("Unescaped", _ESCAPE),
+    ("Invalid hex", _ESCAPE),
+    ("Escaped character", _ESCAPE),
+    ("Unterminated string", ("the quoted text is never closed", "Close it with the same quotes that opened it.")),
+    ('Expected "', ("the quoted text is never closed", "Close it with the same quotes that opened it.")),
+    ("Illegal character", _bad_character),
+    ("Found invalid character", _bad_character),
+    ("Expected ']", ("the table header is not closed", "Write [table], or [[table]] for one element of an array.")),
+    ("Invalid date", ("this date does not exist", "Write it as 2030-01-31, or as text in quotes.")),
+    ("Exceeds the limit", ("this number has too many digits", "Write a smaller one.")),
+)

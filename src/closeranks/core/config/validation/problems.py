@@ -1,0 +1,276 @@
+"""What is wrong with a job, in words that a stranger understands?
+
+Turns the errors of the validation library into ``Problem``s. Invariant: one problem per place, each with what is wrong
+and how to mend it; union tags and type names of the library never show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from closeranks.core.config.merge import ConfigTree
+from closeranks.core.config.table import ConfigTable
+from closeranks.core.config.toml.writer import Parts, dotted_key, format_value
+from closeranks.core.config.validation.descriptions import describe_expected, describe_given, example_value
+from closeranks.core.config.validation.schema_tree import SchemaNode, node_at, node_of_error, root_node, tables_under
+from closeranks.core.errors import Problem, UserError
+from closeranks.core.registry import closest_match
+
+_MAX_ERRORS = 50
+"""Nobody reads more of them, and finding words for each takes a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidValue:
+    """One validation error, with what the model says of its place."""
+
+    kind: str
+    node: SchemaNode
+    value: Any
+    details: Mapping[str, Any]
+    message: str
+    model: type[ConfigTable]
+    source: str
+    values: Mapping[str, Any]
+    """The whole job as it was given."""
+
+    @property
+    def place(self) -> str:
+        return self.node.place
+
+    def write(self, value: str, place: str = "") -> str:
+        """How to set a place where this one was set; a file cannot name an element of an array, so it is `there`."""
+        if not value:
+            return ""
+        if self.source == "command line":
+            return f"Write {place or self.place}={value}."
+        key = self.node.parts[-1] if self.node.parts else ""
+        if place or not any(isinstance(part, int) for part in self.node.parts):
+            return f"Write {place or self.place} = {value}."
+        return f"Write {value} there." if isinstance(key, int) else f"Write {dotted_key([key])} = {value} there."
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemText:
+    what: str
+    fix: str = ""
+    place: str | None = None
+    """Where it differs from the place of the error."""
+
+
+def problems_of(model: type[ConfigTable], errors: Sequence[ErrorDetails], tree: ConfigTree) -> list[Problem]:
+    """One problem per place, the most telling one where a union of types gave several."""
+    found: dict[str, Problem] = {}
+    for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS)[:_MAX_ERRORS]:
+        spot = node_of_error(model, error["loc"])
+        source = str(tree.origin_near(spot.place) or "")
+        details = error.get("ctx", {})
+        fault = InvalidValue(error["type"], spot, error["input"], details, error["msg"], model, source, tree.values)
+        answer = _ANSWERS.get(fault.kind, _other)(fault)
+        place = fault.place if answer.place is None else answer.place
+        origin = str(tree.origin_near(place) or "")
+        found.setdefault(place, Problem(place or "job", answer.what, answer.fix, origin))
+    if len(errors) > _MAX_ERRORS:
+        found[""] = Problem("job", f"and {len(errors) - _MAX_ERRORS:,} more problems")
+    return list(found.values())
+
+
+def _wrong_type(fault: InvalidValue) -> ProblemText:
+    spot, value = fault.node, fault.value
+    wanted = describe_expected(spot.options)
+    what = f"expected {wanted}, got {describe_given(value)}"
+    if spot.tables and isinstance(value, list):
+        return ProblemText(what, f"Write [{fault.place}] with single brackets, once.")
+    if spot.tables:
+        key = spot.keys[0]
+        return ProblemText(
+            what, f"Write its keys under [{fault.place}], such as {key} = {example_value(spot.child(key))}."
+        )
+    if wanted == "an array of tables" and isinstance(value, Mapping):
+        return ProblemText(what, f"Write [[{fault.place}]] with double brackets.")
+    return ProblemText(what, fault.write(example_value(spot, value)))
+
+
+def _missing(fault: InvalidValue) -> ProblemText:
+    spot = fault.node
+    if isinstance(spot.parts[-1], int):
+        array = node_at(fault.model, spot.parts[:-1])
+        what = f"expected {describe_expected(array.options)}, got {describe_given(fault.value)}"
+        return ProblemText(what, fault.write(example_value(array), array.place), array.place)
+    if spot.tables:
+        return ProblemText(f"the table [{fault.place}] is missing", f"Add [{fault.place}]{_needed_keys(spot)}.")
+    return ProblemText(f"it must be set{_help(spot)}", fault.write(example_value(spot)))
+
+
+def _needed_keys(spot: SchemaNode) -> str:
+    if len(spot.tables) > 1:
+        names = spot.child(spot.tag_key).choices
+        return f" and set {spot.tag_key} to one of {', '.join(str(name) for name in names)}" if names else ""
+    needed = [key for key, field in spot.tables[0].model_fields.items() if field.is_required()]
+    return f" and set {', '.join(needed)}" if needed else ""
+
+
+def _help(spot: SchemaNode) -> str:
+    """The first line of the field's docstring, to stand inside a sentence."""
+    text = (spot.field.description or "").strip().split("\n")[0].rstrip(".") if spot.field else ""
+    text = text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+    return f" ({text})" if text else ""
+
+
+def _unknown(fault: InvalidValue) -> ProblemText:
+    *around, key = fault.node.parts
+    owner = fault.node.owner or root_node(fault.model)
+    elsewhere = _tables_with(fault.model, str(key), fault.place)
+    if not around and isinstance(fault.value, Mapping | list):
+        return ProblemText("there is no such table", _near(str(key), owner.keys, "[{}]"))
+    if len(elsewhere) in (1, 2):
+        what = f"no such key; `{key}` stands in {' and '.join(_header(spot) for spot in elsewhere)}"
+        is_single = not isinstance(elsewhere[0].parts[-1], int)
+        return ProblemText(what, fault.write(_shown(fault.value), f"{elsewhere[0].place}.{key}") if is_single else "")
+    if not around:
+        return ProblemText(
+            "it stands outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]")
+        )
+    return ProblemText(f"no such key{_variant(owner, fault)}", _near(str(key), owner.keys))
+
+
+def _tables_with(model: type[ConfigTable], key: str, place: str) -> list[SchemaNode]:
+    return [spot for spot in tables_under(root_node(model)) if key in spot.keys and f"{spot.place}.{key}" != place]
+
+
+def _header(spot: SchemaNode) -> str:
+    name = dotted_key(part for part in spot.parts if not isinstance(part, int))
+    return f"[[{name}]]" if isinstance(spot.parts[-1], int) else f"[{name}]"
+
+
+def _variant(owner: SchemaNode, fault: InvalidValue) -> str:
+    """A table of several kinds has the keys of the kind that its tag key chose."""
+    whole = node_at(fault.model, owner.parts)
+    if len(whole.tables) < 2:
+        return ""
+    choices = owner.child(whole.tag_key).choices
+    chosen = choices[0] if choices else _given_at(fault.values, (*owner.parts, whole.tag_key))
+    return f" where {owner.place}.{whole.tag_key} is {chosen or 'your own'}"
+
+
+def _given_at(values: Any, parts: Parts) -> Any:
+    """What the job says at a place; None where it says nothing."""
+    for part in parts:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
+
+
+def _near(name: str, known: Sequence[str], form: str = "'{}'") -> str:
+    if near := closest_match(name, known):
+        return f"Did you mean {form.format(near)}?"
+    return f"Known: {', '.join(known)}." if known else ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return format_value(value)
+    except UserError:
+        return "..."
+
+
+def _not_a_choice(fault: InvalidValue) -> ProblemText:
+    choices = [str(choice) for choice in fault.node.choices]
+    near = closest_match(str(fault.value), choices)
+    what = f"expected one of {', '.join(choices)}, got {describe_given(fault.value)}"
+    return ProblemText(what, f"Did you mean '{near}'?" if near else fault.write(_shown(fault.node.choices[0])))
+
+
+def _unknown_tag(fault: InvalidValue) -> ProblemText:
+    spot = fault.node
+    if not isinstance(fault.value, Mapping):
+        return _wrong_type(fault)
+    key = spot.tag_key
+    place = dotted_key((*spot.parts, key))
+    closed = [option.tag for option in spot.options if option.tag and spot.select_member(option.tag).child(key).choices]
+    names = closed or [str(choice) for choice in spot.child(key).choices]
+    own = " Your own stands as 'package.module:name'." if len(names) < len(spot.options) else ""
+    if key not in fault.value:
+        return ProblemText("it must be set", f"Choose one of {', '.join(names)}.{own}", place)
+    name = fault.value[key]
+    return ProblemText(f"there is no {spot.parts[-1]} '{name}'", f"{_near(str(name), names)}{own}", place)
+
+
+def _out_of_range(words: str, limit: str) -> Callable[[InvalidValue], ProblemText]:
+    def answer(fault: InvalidValue) -> ProblemText:
+        bound = fault.details.get(limit)
+        number = f"{bound:g}" if isinstance(bound, float) and abs(bound) < 1e6 else str(bound)
+        kind = "" if limit == "multiple_of" else "a number "
+        fix = fault.write(number) if limit in ("ge", "le") else f"Write {kind}{words} {number}."
+        return ProblemText(f"it must be {words} {number}, but is {_shown(fault.value)}", fix)
+
+    return answer
+
+
+def _wrong_length(fault: InvalidValue) -> ProblemText:
+    if any(option.is_fixed_array for option in fault.node.options):
+        return _wrong_type(fault)
+    least, most = fault.details.get("min_length"), fault.details.get("max_length")
+    bound = f"at least {least}" if least is not None else f"at most {most}"
+    unit = "characters" if fault.kind.startswith("string") else "values"
+    return ProblemText(
+        f"it must hold {bound} {unit}, but has {len(fault.value)}", fault.write(example_value(fault.node))
+    )
+
+
+def _own_words(fault: InvalidValue) -> ProblemText:
+    """A validator of a config model speaks for itself: its first sentence is what, the rest how to mend it."""
+    text = str(fault.details.get("error") or fault.message).strip()
+    what, _, fix = text.partition(". ")
+    key = fault.node.tag_key
+    chosen = fault.value.get(key) if len(fault.node.tables) > 1 and isinstance(fault.value, Mapping) else None
+    is_about_tag = chosen is not None and f"'{chosen}'" in what
+    return ProblemText(what.removesuffix("."), fix, dotted_key((*fault.node.parts, key)) if is_about_tag else None)
+
+
+def _pattern(fault: InvalidValue) -> ProblemText:
+    return ProblemText(f"{describe_given(fault.value)} does not have the right form ({fault.details.get('pattern')})")
+
+
+def _other(fault: InvalidValue) -> ProblemText:
+    if fault.kind.endswith(("_type", "_parsing")):
+        return _wrong_type(fault)
+    message = fault.message.removeprefix("Input ").rstrip(".")
+    return ProblemText(f"it {message[:1].lower()}{message[1:]}, but is {describe_given(fault.value)}")
+
+
+_TYPE_ERRORS = (
+    "int_type",
+    "float_type",
+    "bool_type",
+    "string_type",
+    "tuple_type",
+    "list_type",
+    "dict_type",
+    "model_type",
+)
+_ANSWERS: dict[str, Callable[[InvalidValue], ProblemText]] = {
+    "missing": _missing,
+    "extra_forbidden": _unknown,
+    "literal_error": _not_a_choice,
+    "union_tag_invalid": _unknown_tag,
+    "union_tag_not_found": _unknown_tag,
+    "greater_than": _out_of_range("above", "gt"),
+    "greater_than_equal": _out_of_range("at least", "ge"),
+    "less_than": _out_of_range("below", "lt"),
+    "less_than_equal": _out_of_range("at most", "le"),
+    "multiple_of": _out_of_range("a multiple of", "multiple_of"),
+    "too_short": _wrong_length,
+    "too_long": _wrong_length,
+    "string_too_short": _wrong_length,
+    "string_too_long": _wrong_length,
+    "string_pattern_mismatch": _pattern,
+    "value_error": _own_words,
+    "assertion_error": _own_words,
+}

@@ -1,0 +1,38 @@
+"""Other places for the state of a run that must end while its own folder cannot be written.
+
+Invariants: what is made is new, and readable by this user alone; a place without room is left out. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from closeranks.core.system.environment import temporary_folder
+
+_MEMORY = "/dev/shm"
+
+
+def fallback_roots() -> tuple[str, ...]:
+    """Where to look, in this order: memory, and the folder for temporary files (``TMPDIR``)."""
+    return tuple(dict.fromkeys((_MEMORY, temporary_folder())))
+
+
+def fallback_folders(run: Path, num_bytes: int) -> Iterator[Path]:
+    """Fresh folders that have room for so many bytes, one after the other; one that is not used is the caller's to
+    remove."""
+    for base in fallback_roots():
+        try:
+            room = os.statvfs(base)
+            if room.f_bavail * room.f_frsize > num_bytes:
+                yield Path(tempfile.mkdtemp(prefix=f"closeranks-{run.name}-", dir=base))
+        except OSError:
+            continue
+
+
+def resume_advice(place: Path) -> str:
+    """What to do with a state that lies there."""
+    passing = " It does not outlive this machine: copy it to a disk." if str(place).startswith(_MEMORY) else ""
+    return f"Go on with checkpoint.resume={place}.{passing}"
