@@ -25,7 +25,7 @@ from random_tokens import RandomTokens
 from results import Spread, conclude, say
 
 from closeranks.facts.devices import datasheet_flops
-from closeranks.facts.llama import PRESETS, flops_per_token, num_params
+from closeranks.facts.shapes.llama import PRESETS, flops_per_token, num_params
 from closeranks.run.job.job import Job, load_job
 from closeranks.telemetry.device import device_name
 

@@ -26,8 +26,8 @@ from gpu_loops import Ours
 from lanes import Lanes
 from results import conclude, say
 
-from closeranks.facts.llama import PRESETS, num_params
-from closeranks.facts.memory import NamedBytes
+from closeranks.facts.memory.state_bytes import NamedBytes
+from closeranks.facts.shapes.llama import PRESETS, num_params
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.job.describe import describe_job
 from closeranks.run.job.job import Job, layout_for

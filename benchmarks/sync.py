@@ -22,8 +22,8 @@ from typing import Any
 from results import begin, conclude, say
 
 from closeranks.core.errors import UserError
-from closeranks.facts.collectives import inter_host_bytes
-from closeranks.facts.rounds import Topology
+from closeranks.facts.communication.collective_algorithms import Topology
+from closeranks.facts.communication.collective_cost import inter_host_bytes
 from closeranks.lab.compare.comparison import run_comparison
 from closeranks.lab.compare.result_table import RunStat, SettingRow
 from closeranks.telemetry.run_log.run_history import load_history

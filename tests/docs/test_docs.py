@@ -22,7 +22,7 @@ import closeranks
 from closeranks.cli.main import app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.facts import digits, llama, pairs
+from closeranks.facts.shapes import digits, llama, pairs
 from closeranks.lab.compare.config import CompareConfig, load_compare
 from closeranks.run.components.component import Component
 from closeranks.run.job.job import Job, load_job

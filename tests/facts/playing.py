@@ -6,7 +6,7 @@ import math
 import random
 from collections import deque
 
-from closeranks.facts.intervals import CheckpointLevel
+from closeranks.facts.checkpoint_policy.save_interval import CheckpointLevel
 
 
 class Strikes:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
 from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, divisors, legal_problems
-from closeranks.facts.llama import PRESETS
+from closeranks.facts.shapes.llama import PRESETS
 from tests.facts.powers import layouts_of_powers
 
 TINY = PRESETS["tiny"]

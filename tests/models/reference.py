@@ -8,7 +8,7 @@ from math import cos, exp, log, pi, sin, sqrt
 import torch
 from torch import Tensor
 
-from closeranks.facts.llama import LlamaShape
+from closeranks.facts.shapes.llama import LlamaShape
 
 
 def angle(shape: LlamaShape, position: int, pair: int) -> float:

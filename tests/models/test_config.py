@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from closeranks.facts.layout import Layout, legal_problems
-from closeranks.facts.llama import PRESETS
+from closeranks.facts.shapes.llama import PRESETS
 from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig, UserModelConfig
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(ModelConfig)
@@ -86,7 +86,9 @@ def test_a_users_stages_and_table_open_the_axes() -> None:
     assert problems(Layout(tensor=3), tensor=({"pattern": "x.weight", "dim": 0},)) == 0
 
 
-@pytest.mark.parametrize("module", ["closeranks.models.config", "closeranks.facts.llama", "closeranks.facts.layout"])
+@pytest.mark.parametrize(
+    "module", ["closeranks.models.config", "closeranks.facts.shapes.llama", "closeranks.facts.layout"]
+)
 def test_reading_a_config_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch.utils.flop_counter import FlopCounterMode
 
 from closeranks.core.protocols import ModelSpec
-from closeranks.facts.digits import flops_per_sample, parameter_shapes
+from closeranks.facts.shapes.digits import flops_per_sample, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import CheckpointError, ModelError
-from closeranks.facts.llama import PRESETS, LlamaShape, parameter_shapes
+from closeranks.facts.shapes.llama import PRESETS, LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
 from closeranks.models.hub import hf_config, llama_config_from_hf, match_names, max_len_of
 

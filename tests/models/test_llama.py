@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch, Loss, ModelSpec, PipelineSpec
-from closeranks.facts.llama import PRESETS, flops_per_token, num_params, parameter_shapes
+from closeranks.facts.shapes.llama import PRESETS, flops_per_token, num_params, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.llama import Llama, LlamaSpec

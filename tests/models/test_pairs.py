@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ModelSpec
-from closeranks.facts.pairs import flops_per_sample, parameter_shapes
+from closeranks.facts.shapes.pairs import flops_per_sample, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import PairsConfig
 

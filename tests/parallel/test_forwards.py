@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.programs import PipelineInstruction
-from closeranks.facts.stages import stage_placement
+from closeranks.facts.pipeline.programs import PipelineInstruction
+from closeranks.facts.pipeline.stages import stage_placement
 from closeranks.parallel.forwards import forward_only_program
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.facts.programs import PipelineInstruction, program_for
-from closeranks.facts.schedules import schedule_for
-from closeranks.facts.stages import V_SHAPED, stage_placement
-from closeranks.facts.timeline import peak_in_flight
+from closeranks.facts.pipeline.programs import PipelineInstruction, program_for
+from closeranks.facts.pipeline.schedules import schedule_for
+from closeranks.facts.pipeline.stages import V_SHAPED, stage_placement
+from closeranks.facts.pipeline.timeline import peak_in_flight
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.pipeline import Pipeline, last_gradients, open_pipeline
 from closeranks.parallel.stages import split_into_stages, stage_ranges

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.programs import program_for
-from closeranks.facts.stages import stage_placement
+from closeranks.facts.pipeline.programs import program_for
+from closeranks.facts.pipeline.stages import stage_placement
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.pipeline import Pipeline
 from closeranks.parallel.quiet import finish_fsdp_backward, suspend_fsdp_hooks

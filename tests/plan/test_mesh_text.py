@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
+from closeranks.facts.shapes.model_structure import ModelUnit
 from closeranks.plan import mesh_text
 from closeranks.plan.layouts import PlanningJob, layout_cost
 from closeranks.plan.listing import ByteUnit

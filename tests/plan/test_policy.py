@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from closeranks.checkpoint.config import CheckpointConfig, seconds_of
 from closeranks.checkpoint.save.save_schedule import MOST_S
-from closeranks.facts.intervals import best_period_s, waste
+from closeranks.facts.checkpoint_policy.save_interval import best_period_s, waste
 from closeranks.plan.policy import (
     AUTO_MOST_S,
     LOCAL,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from closeranks.facts.layout import SCHEDULES
-from closeranks.facts.schedules import schedule_for
-from closeranks.facts.timeline import ActionCosts, Timeline, timeline
+from closeranks.facts.pipeline.schedules import schedule_for
+from closeranks.facts.pipeline.timeline import ActionCosts, Timeline, timeline
 from closeranks.plan.schedule_picture import draw_schedule, schedule_text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from closeranks.facts.anatomy import ModelStructure, distinct_parameters
+from closeranks.facts.shapes.model_structure import ModelStructure, distinct_parameters
 
 
 def num_params(anatomy: ModelStructure) -> int:

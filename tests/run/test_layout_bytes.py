@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from closeranks import Session
+from closeranks.facts.communication.comm_volume import CollectiveVolume
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.volumes import CollectiveVolume
 from closeranks.plan.layouts import RankCost, layout_cost
 from closeranks.run.job.describe import describe_job
 from closeranks.run.job.job import Job, load_job

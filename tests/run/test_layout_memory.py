@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from closeranks import Session
 from closeranks.facts.layout import Layout
-from closeranks.facts.schedules import schedule_for
-from closeranks.facts.timeline import peak_in_flight
+from closeranks.facts.pipeline.schedules import schedule_for
+from closeranks.facts.pipeline.timeline import peak_in_flight
 from closeranks.models.build import spec_for
 from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import local_part, parallelize

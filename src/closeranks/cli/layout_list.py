@@ -262,8 +262,8 @@ def _remark(knows_activations: bool) -> str:
 def _schedule_lines(cost: LayoutCost) -> list[str]:
     if cost.layout.pipeline == 1:
         return []
-    from closeranks.facts.schedules import schedule_for
-    from closeranks.facts.timeline import timeline
+    from closeranks.facts.pipeline.schedules import schedule_for
+    from closeranks.facts.pipeline.timeline import timeline
     from closeranks.plan.schedule_picture import schedule_text
 
     made = schedule_for(cost.layout.schedule, cost.layout.pipeline, cost.num_micro)

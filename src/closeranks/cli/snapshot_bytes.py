@@ -7,7 +7,7 @@ nobody else holds a peer keeps two as well (``elastic.images.partners``).
 from __future__ import annotations
 
 from closeranks.elastic.backup_ranks import backup_ranks, images_of
-from closeranks.facts.memory import snapshot_bytes
+from closeranks.facts.memory.state_bytes import snapshot_bytes
 from closeranks.facts.mesh import Mesh
 from closeranks.plan.layouts import LayoutCost
 from closeranks.plan.listing import ByteUnit

@@ -14,10 +14,10 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from closeranks.core.config.table import ConfigTable
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.core.registry import did_you_mean, is_import_path
-from closeranks.facts.digits import DigitsShape
 from closeranks.facts.layout import LayoutConstraints
-from closeranks.facts.llama import PRESETS, LlamaShape, shape_problems
-from closeranks.facts.pairs import PairsShape
+from closeranks.facts.shapes.digits import DigitsShape
+from closeranks.facts.shapes.llama import PRESETS, LlamaShape, shape_problems
+from closeranks.facts.shapes.pairs import PairsShape
 
 Attention = Literal["auto", "cudnn", "flash", "math"]
 

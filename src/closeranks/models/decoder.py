@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
-from closeranks.facts.llama import LlamaShape, rope_frequencies
+from closeranks.facts.shapes.llama import LlamaShape, rope_frequencies
 from closeranks.models.attention import attend
 from closeranks.models.axis import TensorAxis
 from closeranks.models.documents import DocumentAttention, document_attention

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
-from closeranks.facts.digits import DigitsShape, flops_per_sample
+from closeranks.facts.shapes.digits import DigitsShape, flops_per_sample
 from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import DigitsConfig

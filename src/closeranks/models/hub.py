@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from closeranks.core.errors import CheckpointError, ModelError
-from closeranks.facts.llama import LlamaShape, shape_problems
+from closeranks.facts.shapes.llama import LlamaShape, shape_problems
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 _SIZES = {

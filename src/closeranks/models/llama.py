@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
-from closeranks.facts.llama import LlamaShape, flops_per_token, unit_costs
+from closeranks.facts.shapes.llama import LlamaShape, flops_per_token, unit_costs
 from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig

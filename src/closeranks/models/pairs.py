@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
-from closeranks.facts.pairs import PairsShape, flops_per_sample
+from closeranks.facts.shapes.pairs import PairsShape, flops_per_sample
 from closeranks.models.batches import batch_tensor
 from closeranks.models.catalog import MODELS
 from closeranks.models.config import PairsConfig

@@ -32,7 +32,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
-from closeranks.facts.stages import stage_placement
+from closeranks.facts.pipeline.stages import stage_placement
 from closeranks.parallel.batchnorm import BatchStatistics, batch_norm_hint, convert_sync_batch_norm
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.materialise import BuiltModule, InitTarget, build_module, init_targets, to_empty

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from closeranks.facts.programs import PipelineInstruction
+from closeranks.facts.pipeline.programs import PipelineInstruction
 
 
 @cache

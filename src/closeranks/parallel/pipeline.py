@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.programs import PipelineInstruction, PipelineProgram, program_for
+from closeranks.facts.pipeline.programs import PipelineInstruction, PipelineProgram, program_for
 from closeranks.parallel.exchange import HiddenStateMeta, MessageKey, P2PChannel
 from closeranks.parallel.forwards import forward_only_program
 from closeranks.parallel.group import RankGroup

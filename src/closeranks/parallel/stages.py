@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import PipelineSpec
 from closeranks.facts.layout import Layout
-from closeranks.facts.stages import balance_stages
+from closeranks.facts.pipeline.stages import balance_stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from closeranks.core.errors import Problem
-from closeranks.facts.activations import ActivationSettings, activation_memory
-from closeranks.facts.activations import LlamaStage as LlamaStage
-from closeranks.facts.anatomy import ModelStructure, ModelUnit, distinct_parameters
+from closeranks.facts.communication.comm_volume import ActivationTraffic, CollectiveVolume, comm_volumes
 from closeranks.facts.layout import Layout, LayoutConstraints, divisors, legal_problems
-from closeranks.facts.llama import LlamaShape
-from closeranks.facts.memory import NamedBytes
-from closeranks.facts.mesh import Mesh
-from closeranks.facts.spread import (
+from closeranks.facts.memory.activations import ActivationSettings, activation_memory
+from closeranks.facts.memory.activations import LlamaStage as LlamaStage
+from closeranks.facts.memory.memory_per_rank import (
     CostSettings,
     RankMemory,
     RankParameters,
@@ -28,8 +25,11 @@ from closeranks.facts.spread import (
     stages_per_rank,
     tied_across_ranks,
 )
-from closeranks.facts.volumes import ActivationTraffic, CollectiveVolume, comm_volumes
-from closeranks.facts.waiting import PipelineOccupancy, layout_occupancy
+from closeranks.facts.memory.state_bytes import NamedBytes
+from closeranks.facts.mesh import Mesh
+from closeranks.facts.pipeline.occupancy import PipelineOccupancy, layout_occupancy
+from closeranks.facts.shapes.llama import LlamaShape
+from closeranks.facts.shapes.model_structure import ModelStructure, ModelUnit, distinct_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from closeranks.facts.layout import Layout
-from closeranks.facts.memory import NamedBytes
+from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.plan.layouts import LayoutCost, LayoutSearch, RankCost
 
 DATA_AXES = ("data", "shard", "replica")

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from closeranks.facts.mesh import Mesh, MeshCoordinate
-from closeranks.facts.schedules import schedule_for
-from closeranks.facts.timeline import timeline
+from closeranks.facts.pipeline.schedules import schedule_for
+from closeranks.facts.pipeline.timeline import timeline
 from closeranks.plan.layouts import LayoutCost, RankCost
 from closeranks.plan.listing import ByteUnit, byte_unit_for
 from closeranks.plan.mesh_text import unit_names

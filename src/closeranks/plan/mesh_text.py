@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from closeranks.facts.anatomy import ModelUnit
 from closeranks.facts.layout import Layout
+from closeranks.facts.memory.memory_per_rank import StageUnits
 from closeranks.facts.mesh import Mesh, MeshCoordinate
-from closeranks.facts.spread import StageUnits
+from closeranks.facts.shapes.model_structure import ModelUnit
 from closeranks.plan.layouts import LayoutCost
 from closeranks.plan.listing import ByteUnit
 

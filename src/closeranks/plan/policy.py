@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from closeranks.facts.contention import SharedStorage, contended_period_s
-from closeranks.facts.hazards import AgeInterval, age_gain, ages_of
-from closeranks.facts.intervals import (
+from closeranks.facts.checkpoint_policy.multilevel import MultilevelSchedule, best_multilevel_schedule
+from closeranks.facts.checkpoint_policy.preemption_hazard import AgeInterval, age_gain, ages_of
+from closeranks.facts.checkpoint_policy.save_interval import (
     CheckpointLevel,
     best_period_s,
     daly_period_s,
@@ -21,8 +21,8 @@ from closeranks.facts.intervals import (
     storage_cost,
     waste,
 )
-from closeranks.facts.levels import MultilevelSchedule, best_multilevel_schedule
-from closeranks.facts.spans import duration_literal, format_duration
+from closeranks.facts.checkpoint_policy.storage_contention import SharedStorage, contended_period_s
+from closeranks.facts.durations import duration_literal, format_duration
 
 HOUR_S = 3600.0
 LOCAL, STORE, DISK = "local disk", "store", "disk"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from closeranks.facts.contention import SharedStorage
-from closeranks.facts.hazards import dangers
-from closeranks.facts.intervals import best_period_s, waste
-from closeranks.facts.levels import waste_at
-from closeranks.facts.spans import format_duration
+from closeranks.facts.checkpoint_policy.multilevel import waste_at
+from closeranks.facts.checkpoint_policy.preemption_hazard import dangers
+from closeranks.facts.checkpoint_policy.save_interval import best_period_s, waste
+from closeranks.facts.checkpoint_policy.storage_contention import SharedStorage
+from closeranks.facts.durations import format_duration
 from closeranks.plan.policy import (
     HOUR_S,
     CheckpointPolicy,

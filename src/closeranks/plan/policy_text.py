@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from closeranks.facts.intervals import lost_s
-from closeranks.facts.spans import format_duration
+from closeranks.facts.checkpoint_policy.save_interval import lost_s
+from closeranks.facts.durations import format_duration
 from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, CheckpointPolicy, checkpoint_table
 
 Rows = list[tuple[str, ...]]

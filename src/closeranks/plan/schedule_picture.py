@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from closeranks.facts.actions import ActionKind
-from closeranks.facts.timeline import ActionSpan, Timeline, ideal_bubble, peak_in_flight
+from closeranks.facts.pipeline.actions import ActionKind
+from closeranks.facts.pipeline.timeline import ActionSpan, Timeline, ideal_bubble, peak_in_flight
 
 _INK = "#1f2933"
 _QUIET = "#7b8794"

@@ -12,7 +12,7 @@ import torch
 from closeranks.checkpoint.load.resharding_reader import open_newest
 from closeranks.checkpoint.weights.checkpoint_weights import CheckpointWeights
 from closeranks.core.errors import CheckpointError, ModelError
-from closeranks.facts.llama import num_params
+from closeranks.facts.shapes.llama import num_params
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter
-from closeranks.facts.collectives import Link, NetworkModel, best_bucket_bytes
+from closeranks.facts.communication.collective_cost import Link, NetworkModel, best_bucket_bytes
 from closeranks.sync.held import CommGroup
 
 _KIB, _MIB = 1 << 10, 1 << 20

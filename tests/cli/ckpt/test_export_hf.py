@@ -18,7 +18,7 @@ from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.cli.ckpt.transfer_progress import parse_size, size_text, transfer_bar
 from closeranks.core.pieces import Piece
-from closeranks.facts.llama import LlamaShape, parameter_shapes
+from closeranks.facts.shapes.llama import LlamaShape, parameter_shapes
 from tests.cli.ckpt.calling import ckpt
 from tests.cli.commands import FAST, TINY, closeranks
 

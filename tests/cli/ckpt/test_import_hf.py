@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from closeranks.facts.llama import LlamaShape, parameter_shapes
+from closeranks.facts.shapes.llama import LlamaShape, parameter_shapes
 from closeranks.models.hub import hf_config
 from tests.cli.ckpt.calling import ckpt
 

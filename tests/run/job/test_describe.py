@@ -10,7 +10,7 @@ import pytest
 from closeranks.cli.layout_list import show_layout
 from closeranks.core.errors import ConfigError, ModelError
 from closeranks.facts.layout import Layout, legal_problems
-from closeranks.facts.spread import rank_parameters, stages_per_rank, tied_across_ranks
+from closeranks.facts.memory.memory_per_rank import rank_parameters, stages_per_rank, tied_across_ranks
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.job.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job.job import load_job

@@ -22,7 +22,7 @@ from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.elastic.snapshot_writer import SnapshotResult, SnapshotWriter
-from closeranks.facts.memory import snapshot_bytes
+from closeranks.facts.memory.state_bytes import snapshot_bytes
 from closeranks.run.worker.agent_client import configure_worker
 from tests.capture.changes import changed
 from tests.elastic.boxes import make_boxes, shared_memory

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from closeranks.checkpoint.config import seconds_of
-from closeranks.facts.intervals import daly_period_s, learned_mtbf_s, prior_mtbf_s
-from closeranks.facts.spans import format_duration
+from closeranks.facts.checkpoint_policy.save_interval import daly_period_s, learned_mtbf_s, prior_mtbf_s
+from closeranks.facts.durations import format_duration
 
 FIRST_SAVE_S = 20.0
 MOST_S = 1800.0

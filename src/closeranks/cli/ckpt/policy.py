@@ -180,7 +180,7 @@ def _situation(base: CheckpointScenario, given: PolicyOptions, measured: Measure
 
 def _mtbf_s(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> float:
     """As given; else the fleet's and what the run lived through; else that of preemptible machines."""
-    from closeranks.facts.intervals import learned_mtbf_s, prior_mtbf_s
+    from closeranks.facts.checkpoint_policy.save_interval import learned_mtbf_s, prior_mtbf_s
 
     if given.mtbf:
         return _seconds("--mtbf", given.mtbf)

@@ -12,7 +12,7 @@ from torch import nn
 
 from closeranks.core.protocols import Reducer
 from closeranks.facts.layout import Layout
-from closeranks.facts.spread import resolve_hold as facts_hold_of
+from closeranks.facts.memory.memory_per_rank import resolve_hold as facts_hold_of
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import GroupAssignment
 from closeranks.optim.optimizer import freeze

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.protocols import LocalParameter
 from closeranks.core.world import World
-from closeranks.facts.collectives import inter_host_bytes
+from closeranks.facts.communication.collective_algorithms import Topology
+from closeranks.facts.communication.collective_cost import inter_host_bytes
 from closeranks.facts.layout import Layout
-from closeranks.facts.rounds import Topology
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.job.job import Job

@@ -18,7 +18,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ModelSpec, ParameterShard
 from closeranks.data.sampling.order import MicroBatch
 from closeranks.elastic.vote import Verdict
-from closeranks.facts.stages import stage_placement
+from closeranks.facts.pipeline.stages import stage_placement
 from closeranks.parallel.apply import DistributedModel, is_sharded, local_part, whole_tensors
 from closeranks.parallel.batchnorm import BatchStatistics
 from closeranks.parallel.group import RankGroup

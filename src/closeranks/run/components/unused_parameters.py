@@ -22,7 +22,7 @@ from torch import Tensor
 
 from closeranks.core.events import Event, Warned
 from closeranks.elastic.vote import Ballot, Verdict
-from closeranks.facts.counters import PackedCounters
+from closeranks.facts.packed_counters import PackedCounters
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import SavedState
 

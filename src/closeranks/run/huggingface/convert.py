@@ -34,7 +34,7 @@ from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.core.config.toml.writer import format_value
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece
-from closeranks.facts.llama import LlamaShape, parameter_shapes
+from closeranks.facts.shapes.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
 from closeranks.models.hub import NameMapping, hf_config, llama_config_from_hf, match_names, max_len_of
 from closeranks.run.huggingface.atomic_folder import atomic_folder

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from closeranks.core.errors import ModelError
 from closeranks.core.registry import is_import_path
-from closeranks.facts import digits, pairs
-from closeranks.facts.activations import ActivationSettings
-from closeranks.facts.anatomy import ModelStructure, distinct_parameters, model_structure
 from closeranks.facts.layout import LayoutConstraints
-from closeranks.facts.llama import llama_structure
-from closeranks.facts.spread import BucketItem, BucketSize, CostSettings
+from closeranks.facts.memory.activations import ActivationSettings
+from closeranks.facts.memory.memory_per_rank import BucketItem, BucketSize, CostSettings
+from closeranks.facts.shapes import digits, pairs
+from closeranks.facts.shapes.llama import llama_structure
+from closeranks.facts.shapes.model_structure import ModelStructure, distinct_parameters, model_structure
 from closeranks.plan.layouts import PlanningJob
 from closeranks.run.job.job import Job, demands, micro_batch_size
 from closeranks.sync.buckets import BucketMember, plan_buckets

@@ -18,7 +18,7 @@ from closeranks.core.errors import ConfigError, Problem
 from closeranks.data.config import DataConfig
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, legal_problems, pluralize
-from closeranks.facts.nearest import nearest_layout_hint
+from closeranks.facts.nearest_layout import nearest_layout_hint
 from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig

@@ -14,7 +14,7 @@ from closeranks.agent.fault_limits import FaultLimits
 from closeranks.data.sampling.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
-from closeranks.facts.nearest import nearest_first
+from closeranks.facts.nearest_layout import nearest_first
 from closeranks.run.job.job import Job, check_workers, demands, layout_for, micro_batch_size
 from closeranks.sync import replicas
 

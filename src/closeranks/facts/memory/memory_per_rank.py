@@ -1,0 +1,284 @@
+"""Memory per rank under a layout: weights, gradients, optimizer state, and temporary buffers.
+
+The tensor axis shards weights, the pipeline axis divides units into stages, and ZeRO shards the rest over the shard
+axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariants: weights and optimizer state add
+up over the ranks to the whole model, apart from replicas and tied copies; everything else that a step needs for longer
+than one operation is a buffer with a name. For activations see ``facts.activations``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.memory.fsdp_units import FsdpUnit, fsdp_units, shard_numel
+from closeranks.facts.memory.state_bytes import (
+    NamedBytes,
+    OptimizerName,
+    Precision,
+    element_bytes,
+    num_optimizer_states,
+)
+from closeranks.facts.mesh import Mesh
+from closeranks.facts.pipeline.stages import balance_stages, stage_placement
+from closeranks.facts.shapes.model_structure import ModelStructure, ModelUnit, ParameterInfo, distinct_parameters
+
+Hold = Literal["shards", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageUnits:
+    """One of a pipeline rank's stages."""
+
+    number: int
+    units: tuple[ModelUnit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketItem:
+    """A weight as input of a bucket plan."""
+
+    name: str
+    numel: int
+    stage: int
+    """Index among the rank's own stages; ``SEVERAL`` for a tied weight that is in more than one of them."""
+    reduce_axes: tuple[str, ...]
+    """Axes other than data over which its gradient must also be summed."""
+
+
+SEVERAL_STAGES = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSize:
+    numel: int
+    """Includes the padding that aligns members and makes slices equal."""
+    reduce_axes: tuple[str, ...] = ()
+
+
+class BucketPlanner(Protocol):
+    """Plans which gradients are reduced together; the reducers' own plan, so that the prediction matches the run."""
+
+    def __call__(self, items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
+        """``num_shards`` is 0 where buckets are not sliced at all (ZeRO 0)."""
+        ...
+
+
+def plan_one_bucket(items: Sequence[BucketItem], *, num_shards: int, element_bytes: int) -> Sequence[BucketSize]:
+    """The simplest plan: one bucket for all gradients that are summed over the same axes."""
+    totals = {
+        sums: sum(item.numel for item in items if item.reduce_axes == sums)
+        for sums in {item.reduce_axes for item in items}
+    }
+    return [BucketSize(_round_up(total, max(num_shards, 1)), sums) for sums, total in sorted(totals.items())]
+
+
+@dataclass(frozen=True, slots=True)
+class CostSettings:
+    """The settings besides model and layout that determine how much a rank holds and sends."""
+
+    precision: Precision = "float32"
+    optimizer: OptimizerName = "adamw"
+    has_average: bool = False
+    """Whether a moving average of the weights is kept besides the optimizer's state."""
+    hold: Literal["auto", "shards", "step"] = "auto"
+    prefetch: int = 1
+    """Units whose weights ZeRO-3 gathers ahead."""
+    num_micro: int = 1
+    """Micro-batches per step on the data rank that has the most."""
+    buckets: BucketPlanner = plan_one_bucket
+    num_metrics: int = 0
+    """Sums in the vote's all-reduce besides the loss."""
+    num_trained: int = 0
+    """Parameters for which the vote reports whether they had a gradient."""
+    num_statistics: int = 0
+    """Running means and variances of batch norms that are averaged over the data ranks once per step."""
+
+    @property
+    def num_state_tensors(self) -> int:
+        """State tensors of a parameter's size that are kept for it, besides its gradient."""
+        return num_optimizer_states(self.optimizer) + self.has_average
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds, without activations."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: tuple[NamedBytes, ...] = ()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffer_bytes
+
+
+def resolve_hold(hold: str, layout: Layout) -> Hold:
+    """Resolves ``auto``: a pipeline runs a stage once per micro-batch, so gathering every time would cost too much."""
+    if hold in ("shards", "step"):
+        return "step" if hold == "step" else "shards"
+    return "step" if layout.pipeline > 1 else "shards"
+
+
+def stages_per_rank(anatomy: ModelStructure, layout: Layout) -> tuple[tuple[StageUnits, ...], ...]:
+    """The stages of every pipeline rank."""
+    if layout.pipeline == 1:
+        return ((StageUnits(0, anatomy.units),),)
+    ranges = balance_stages(tuple(unit.cost for unit in anatomy.units), layout.num_stages)
+    return tuple(
+        tuple(StageUnits(number, anatomy.units[slice(*ranges[number])]) for number in own)
+        for own in stage_placement(layout.schedule, layout.pipeline)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """The weights of one pipeline rank, and the buckets in which their gradients are reduced."""
+
+    stages: tuple[StageUnits, ...]
+    weights: tuple[ParameterInfo, ...]
+    """A tied weight is listed once."""
+    items: tuple[BucketItem, ...]
+    buckets: tuple[BucketSize, ...]
+    """For ZeRO 0 to 2; empty where gradients stay where autograd put them."""
+    units: tuple[FsdpUnit, ...] = ()
+    """For ZeRO 3: what is gathered in one call."""
+
+    @property
+    def numel(self) -> int:
+        return sum(item.numel for item in self.items)
+
+
+def rank_parameters(
+    stages: tuple[StageUnits, ...], shared: Collection[str], layout: Layout, terms: CostSettings
+) -> RankParameters:
+    """``shared``: the weights of which other pipeline ranks hold a copy (``shared_names``)."""
+    items = _items(stages, shared, layout.tensor)
+    weights = distinct_parameters(unit for stage in stages for unit in stage.units)
+    num_shards = Mesh(layout).sizes[2] if layout.zero else 0
+    if layout.zero == 3:
+        units = fsdp_units([stage.units for stage in stages], tensor=layout.tensor, num_shards=num_shards)
+        return RankParameters(stages, weights, items, (), units)
+    if layout.data == 1 and layout.zero == 0:
+        return RankParameters(stages, weights, items, ())
+    plan = terms.buckets(items, num_shards=num_shards, element_bytes=element_bytes(terms.precision).state)
+    return RankParameters(stages, weights, items, tuple(plan))
+
+
+def _items(stages: Sequence[StageUnits], shared: Collection[str], tensor: int) -> tuple[BucketItem, ...]:
+    items: dict[str, BucketItem] = {}
+    for number, stage in enumerate(stages):
+        for weight in distinct_parameters(stage.units):
+            if weight.name in items:
+                items[weight.name] = replace(items[weight.name], stage=SEVERAL_STAGES)
+                continue
+            sums = ("tensor",) if weight.is_partial and tensor > 1 else ()
+            ends = ("pipeline",) if weight.name in shared else ()
+            items[weight.name] = BucketItem(weight.name, weight.numel(tensor), number, sums + ends)
+    return tuple(items.values())
+
+
+def tied_across_ranks(everywhere: Sequence[Sequence[StageUnits]]) -> frozenset[str]:
+    """Weights that more than one pipeline rank holds: tied weights whose users are on different ranks."""
+    found: Counter[str] = Counter()
+    for stages in everywhere:
+        found.update({weight.name for stage in stages for unit in stage.units for weight in unit.weights})
+    return frozenset(name for name, count in found.items() if count > 1)
+
+
+def rank_memory(share: RankParameters, layout: Layout, terms: CostSettings, shard: int = 0) -> RankMemory:
+    """The memory of a rank with these weights at coordinate ``shard`` of the shard axis. The first holds the most:
+    where rows do not divide evenly the last ranks have fewer. Slices of buckets are equal, padding included."""
+    if layout.zero == 3:
+        return _fully_sharded(share, layout, terms, shard)
+    return _sharded_in_buckets(share, layout, terms) if layout.zero else _whole(share, layout, terms)
+
+
+def _whole(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
+    """ZeRO 0. Gradients end up in buckets; before the last backward of a step they accumulate elsewhere."""
+    state = share.numel * element_bytes(terms.precision).state
+    accumulates = layout.data > 1 and terms.num_micro > 1
+    buffers = (NamedBytes("gradients of earlier micro-batches", state),) if accumulates else ()
+    return RankMemory(state, state, state * terms.num_state_tensors, buffers)
+
+
+def _sharded_in_buckets(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
+    """ZeRO 1 and 2: weights are views of padded buckets, and a rank owns a slice of each."""
+    width, num_shards = element_bytes(terms.precision).state, Mesh(layout).sizes[2]
+    whole = share.numel * width
+    padded = sum(bucket.numel for bucket in share.buckets) * width
+    own = padded // num_shards
+    sizes = [bucket.numel * width for bucket in share.buckets]
+    buffers = [NamedBytes("padding of buckets", padded - whole)]
+    if layout.zero == 1 or resolve_hold(terms.hold, layout) == "step":
+        name, size = ("slices of summed gradients", own) if layout.zero == 1 else ("gradients until summed", whole)
+        buffers += [NamedBytes(name, size), NamedBytes("bucket that is being filled", max(sizes))]
+    else:
+        travelling = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=terms.num_micro > 1)
+        arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=terms.num_micro > 1) // num_shards
+        buffers += [NamedBytes("gradients on their way", travelling), NamedBytes("slices arriving", arriving)]
+    return RankMemory(
+        parameters=whole,
+        gradients=whole if layout.zero == 1 else own,
+        optimizer=own * terms.num_state_tensors,
+        buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
+    )
+
+
+NUM_IN_FLIGHT = 2
+"""Buckets in flight where ZeRO-2 frees gradients in every backward, while one more is filled."""
+
+
+def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int:
+    """The largest sum of ``length`` consecutive buckets; ``is_round``: the first buckets, of the next micro-batch,
+    follow the last."""
+    row = list(sizes) * (1 + -(-length // len(sizes))) if is_round else list(sizes)
+    return max(sum(row[start : start + length]) for start in range(len(sizes)))
+
+
+def _fully_sharded(share: RankParameters, layout: Layout, terms: CostSettings, shard: int) -> RankMemory:
+    """ZeRO 3: each rank keeps rows of every weight, and gathers a unit at a time, or a stage for the whole step.
+
+    Gathered weights have the weights' dtype; autocast casts them for products, as in every layout.
+    """
+    width = element_bytes(terms.precision).state
+    units, num_shards = share.units, Mesh(layout).sizes[2]
+    # A tied weight of two stages is sharded in each of them.
+    held = (weight for stage in share.stages for weight in distinct_parameters(stage.units))
+    own = sum(shard_numel(weight, layout.tensor, num_shards, shard) for weight in held)
+    buffers = list(_gathered(units, terms))
+    if resolve_hold(terms.hold, layout) == "step":
+        whole = sum(unit.padded_numel for unit in units) * width
+        buffers = [
+            NamedBytes("gathered weights of the stage", whole),
+            NamedBytes("whole gradients until reduced", whole),
+        ]
+    return RankMemory(
+        parameters=own * width,
+        gradients=own * width,
+        optimizer=own * width * terms.num_state_tensors,
+        buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
+    )
+
+
+def _gathered(units: Sequence[FsdpUnit], terms: CostSettings) -> Iterator[NamedBytes]:
+    """What stays gathered from forward to backward, the current unit, the prefetched ones, and gradients of two."""
+    width = element_bytes(terms.precision).state
+    freed = sorted((unit.padded_numel for unit in units if unit.is_freed), reverse=True)
+    kept = sum(unit.padded_numel for unit in units if not unit.is_freed)
+    yield NamedBytes("gathered weights kept from forward to backward", kept * width)
+    yield NamedBytes("gathered weights of the unit at work", sum(freed[:1]) * width)
+    yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + terms.prefetch]) * width)
+    yield NamedBytes("gradients of a unit, and of one on its way", 2 * max(unit.padded_numel for unit in units) * width)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
