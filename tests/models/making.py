@@ -8,7 +8,7 @@ from torch import nn
 from closeranks.core.protocols import ModelSpec
 from closeranks.core.seeds import derive_seed
 from closeranks.models.config import LlamaConfig
-from closeranks.models.llama import Llama, LlamaSpec
+from closeranks.models.llama.spec import Llama, LlamaSpec
 
 
 def materialised(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:

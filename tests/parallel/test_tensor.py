@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
-from closeranks.models.vocabulary import vocab_parallel_cross_entropy
+from closeranks.models.llama.vocab_parallel_loss import vocab_parallel_cross_entropy
 from closeranks.parallel.crossings import TensorAxisGroup
 from closeranks.parallel.group import RankGroup
 from closeranks.parallel.tensor import TensorShard, explain_sharding_error, explain_sharding_errors, shard_module

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from closeranks.models.decoder import Block, TokenLoss
+from closeranks.models.llama.model import Block, TokenLoss
 from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
 from closeranks.parallel.group import RankGroup
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.shapes.digits import DigitsShape, flops_per_sample
 from closeranks.models.batches import batch_tensor
-from closeranks.models.catalog import MODELS
 from closeranks.models.config import DigitsConfig
-from closeranks.models.fill import fill_constant, fill_normal
+from closeranks.models.parameter_init import fill_constant, fill_normal
+from closeranks.models.registry import MODELS
 
 
 class ConvBlock(nn.Module):

@@ -16,9 +16,9 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.shapes.pairs import PairsShape, flops_per_sample
 from closeranks.models.batches import batch_tensor
-from closeranks.models.catalog import MODELS
 from closeranks.models.config import PairsConfig
-from closeranks.models.fill import fill_constant, fill_normal
+from closeranks.models.parameter_init import fill_constant, fill_normal
+from closeranks.models.registry import MODELS
 
 
 class Tower(nn.Module):

@@ -21,10 +21,10 @@ from closeranks.core.protocols import ActivationCollectives, Batch, Loss, Pipeli
 from closeranks.core.registry import load_object
 from closeranks.core.tracebacks import display_path, one_line_error, user_frame
 from closeranks.models.batches import num_samples
-from closeranks.models.catalog import MODELS
 from closeranks.models.config import TensorEntry, UserModelConfig
 from closeranks.models.losses import as_loss, kind_of
-from closeranks.models.stages import LossFunction, UserPipelineSpec
+from closeranks.models.registry import MODELS
+from closeranks.models.user_pipeline import LossFunction, UserPipelineSpec
 
 # Programming errors. RuntimeError is left out on purpose: out of memory and broken collectives raise it.
 _SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)

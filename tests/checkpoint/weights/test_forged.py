@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from closeranks.checkpoint.weights.safetensors_file import SafetensorsFile
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.shapes.llama import LlamaShape
-from closeranks.models.hub import hf_config, llama_config_from_hf
+from closeranks.models.llama.hf_conversion import hf_config, llama_config_from_hf
 from tests.checkpoint.forging import to_text, variants
 
 SEED = int(os.environ.get("SEED", "0"))

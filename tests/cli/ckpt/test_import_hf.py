@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from closeranks.facts.shapes.llama import LlamaShape, parameter_shapes
-from closeranks.models.hub import hf_config
+from closeranks.models.llama.hf_conversion import hf_config
 from tests.cli.ckpt.calling import ckpt
 
 SHAPE = LlamaShape(32, 2, 4, 2, 48, 260)

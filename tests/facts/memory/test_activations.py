@@ -23,7 +23,7 @@ from closeranks.facts.memory.activations import (
 )
 from closeranks.facts.memory.state_bytes import Precision
 from closeranks.facts.shapes.llama import LlamaShape, block_shapes
-from closeranks.models.llama import Llama
+from closeranks.models.llama.spec import Llama
 
 SHAPE = LlamaShape(dim=64, num_layers=3, num_heads=8, num_kv_heads=4, ffn_dim=160, vocab_size=96)
 BATCH, LENGTH = 2, 40

@@ -12,7 +12,7 @@ from closeranks.facts.shapes import digits, pairs
 from closeranks.facts.shapes.llama import PRESETS, SHARDING, llama_structure, num_params
 from closeranks.facts.shapes.model_structure import ModelStructure, ParameterInfo, distinct_parameters, model_structure
 from closeranks.models.config import LlamaConfig
-from closeranks.models.llama import LlamaSpec
+from closeranks.models.llama.spec import LlamaSpec
 
 
 def num_distinct(found: ModelStructure) -> int:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from closeranks.core.errors import ModelError
 from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
-from closeranks.models.hub import llama_config_from_hf
+from closeranks.models.llama.hf_conversion import llama_config_from_hf
 from closeranks.run.huggingface.convert import export_hf, import_hf
 from closeranks.run.huggingface.hub_files import read_hub_metadata, validate_hub_metadata
 from closeranks.run.job.job import load_job

@@ -15,7 +15,7 @@ from torch import Tensor
 from closeranks.checkpoint.weights.open import open_weights
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
-from closeranks.models.hub import llama_config_from_hf
+from closeranks.models.llama.hf_conversion import llama_config_from_hf
 from closeranks.run.builder.build import BuiltRun
 from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.huggingface.convert import import_hf

@@ -36,7 +36,7 @@ from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.core.pieces import Piece
 from closeranks.facts.shapes.llama import LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
-from closeranks.models.hub import NameMapping, hf_config, llama_config_from_hf, match_names, max_len_of
+from closeranks.models.llama.hf_conversion import NameMapping, hf_config, llama_config_from_hf, match_names, max_len_of
 from closeranks.run.huggingface.atomic_folder import atomic_folder
 from closeranks.run.huggingface.hub_files import read_hub_metadata, validate_hub_metadata, write_hub_files
 from closeranks.run.job.job import Job

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from closeranks.models import attention
-from closeranks.models.attention import attend
+from closeranks.models.llama import attention
+from closeranks.models.llama.attention import attend
 
 
 def heads(num_heads: int, seed: int) -> torch.Tensor:

@@ -16,10 +16,9 @@ from closeranks.core.protocols import Batch, Loss, ModelSpec, PipelineSpec
 from closeranks.facts.shapes.llama import PRESETS, flops_per_token, num_params, parameter_shapes
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
-from closeranks.models.llama import Llama, LlamaSpec
-
-from . import reference
-from .making import materialised, small_llama, tokens
+from closeranks.models.llama.spec import Llama, LlamaSpec
+from tests.models import reference
+from tests.models.making import materialised, small_llama, tokens
 
 # Dynamo touches .grad of non-leaf tensors while it traces, and hides the warning only where warnings are not errors.
 traced = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

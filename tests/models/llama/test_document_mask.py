@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch
-from closeranks.models.attention import attend
-from closeranks.models.documents import document_attention, document_positions, target_mask
-from closeranks.models.llama import LlamaSpec
+from closeranks.models.llama.attention import attend
+from closeranks.models.llama.document_mask import document_attention, document_positions, target_mask
+from closeranks.models.llama.spec import LlamaSpec
 from closeranks.parallel.recompute import recompute
 from closeranks.testing import run_world
 from tests.models.making import small_llama
@@ -93,12 +93,12 @@ def test_without_the_mask_or_the_choice_of_targets_the_loss_is_another(
     expected, _, _ = learn(spec, module, each_alone(batch))
     if without == "mask":
         causal = torch.full((LENGTH - 1, LENGTH - 1), float("-inf"), dtype=torch.float64).triu(1)
-        monkeypatch.setattr("closeranks.models.documents._bias", lambda documents, dtype: causal[None, None])
+        monkeypatch.setattr("closeranks.models.llama.document_mask._bias", lambda documents, dtype: causal[None, None])
     elif without == "positions":
         counting = torch.arange(LENGTH - 1).expand(len(ROWS), -1)
-        monkeypatch.setattr("closeranks.models.documents.document_positions", lambda documents: counting)
+        monkeypatch.setattr("closeranks.models.llama.document_mask.document_positions", lambda documents: counting)
     else:
-        monkeypatch.setattr("closeranks.models.llama.target_mask", lambda documents: documents[:, 1:] >= 0)
+        monkeypatch.setattr("closeranks.models.llama.spec.target_mask", lambda documents: documents[:, 1:] >= 0)
     found, _, _ = learn(spec, module, [batch])
     if without == "positions":
         assert found == pytest.approx(expected, rel=1e-12)
@@ -248,7 +248,7 @@ def job(**layout: Any) -> dict[str, Any]:
             "vocab_size": 40,
             "dropout": 0.1,
         },
-        "data": {"name": "tests.models.test_documents:PackedRows", "seq_len": LENGTH - 1},
+        "data": {"name": "tests.models.llama.test_document_mask:PackedRows", "seq_len": LENGTH - 1},
         "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "precision": "float64"},
         "layout": layout,
     }

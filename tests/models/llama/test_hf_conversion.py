@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from closeranks.core.errors import CheckpointError, ModelError
 from closeranks.facts.shapes.llama import PRESETS, LlamaShape, parameter_shapes
 from closeranks.models.config import LlamaConfig
-from closeranks.models.hub import hf_config, llama_config_from_hf, match_names, max_len_of
+from closeranks.models.llama.hf_conversion import hf_config, llama_config_from_hf, match_names, max_len_of
 
 SHAPE = LlamaShape(64, 2, 4, 2, 96, 300)
 FOUND = parameter_shapes(SHAPE)
@@ -194,7 +194,7 @@ def test_weights_of_another_model_are_refused_by_name(found: dict[str, tuple[int
 
 
 def test_transformers_reads_our_config_as_we_mean_it(tmp_path: Path) -> None:
-    from .published import transformers
+    from tests.models.published import transformers
 
     shape = PRESETS["3b"]
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, max_len=512, dtype="bfloat16")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from closeranks.core.seeds import derive_seed
-from closeranks.models.streams import seed_unit, unit_rng
+from closeranks.models.unit_rng import seed_unit, unit_rng
 
 
 def test_a_unit_draws_by_its_number_whatever_ran_before() -> None:

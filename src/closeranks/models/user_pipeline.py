@@ -23,7 +23,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.registry import did_you_mean
 from closeranks.models.losses import kind_of
-from closeranks.models.streams import seed_unit, unit_rng
+from closeranks.models.unit_rng import seed_unit, unit_rng
 
 LossFunction = Callable[[Any, Batch], "Tensor | Loss"]
 LossCheck = Callable[["partial[Any]", Batch], Loss]

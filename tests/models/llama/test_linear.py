@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.models.linear import Linear
+from closeranks.models.llama.linear import Linear
 
 
 def pair(device: str) -> tuple[nn.Linear, Linear]:

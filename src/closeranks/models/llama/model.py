@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.facts.shapes.llama import LlamaShape, rope_frequencies
-from closeranks.models.attention import attend
-from closeranks.models.axis import TensorAxis
-from closeranks.models.documents import DocumentAttention, document_attention
-from closeranks.models.linear import Linear
-from closeranks.models.streams import seed_unit, unit_rng
-from closeranks.models.vocabulary import vocab_parallel_cross_entropy
+from closeranks.models.llama.attention import attend
+from closeranks.models.llama.document_mask import DocumentAttention, document_attention
+from closeranks.models.llama.linear import Linear
+from closeranks.models.llama.tensor_axis import TensorAxis
+from closeranks.models.llama.vocab_parallel_loss import vocab_parallel_cross_entropy
+from closeranks.models.unit_rng import seed_unit, unit_rng
 
 
 class RMSNorm(nn.Module):

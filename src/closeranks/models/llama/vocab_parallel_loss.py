@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from closeranks.models.axis import TensorAxis
+from closeranks.models.llama.tensor_axis import TensorAxis
 
 _ELSEWHERE = -100
 """The local index of a target that another rank holds; ``nll_loss`` ignores it."""

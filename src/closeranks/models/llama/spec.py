@@ -19,11 +19,11 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
 from closeranks.facts.shapes.llama import LlamaShape, flops_per_token, unit_costs
 from closeranks.models.batches import batch_tensor
-from closeranks.models.catalog import MODELS
 from closeranks.models.config import LlamaConfig
-from closeranks.models.decoder import Llama
-from closeranks.models.documents import DocumentAttention, target_mask
-from closeranks.models.fill import fill_constant, fill_normal
+from closeranks.models.llama.document_mask import DocumentAttention, target_mask
+from closeranks.models.llama.model import Llama
+from closeranks.models.parameter_init import fill_constant, fill_normal
+from closeranks.models.registry import MODELS
 
 INIT_STD = 0.02
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Loss, PipelineSpec, ShardingRule
 from closeranks.models.config import TensorEntry
-from closeranks.models.stages import expand_patterns
 from closeranks.models.user import UserSpec
+from closeranks.models.user_pipeline import expand_patterns
 
 STAGES = ("embed", "blocks.*", "head")
 
