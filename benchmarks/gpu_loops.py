@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.models.llama.linear import Linear
-from closeranks.optim.schedule import lr_factor
+from closeranks.optim.lr_schedule import lr_factor
 from closeranks.parallel.materialise import materialize
 from closeranks.run.builder.context import batch_schedule
 from closeranks.run.job.job import Job

@@ -22,7 +22,7 @@ from closeranks.core.protocols import DataSource
 from closeranks.data.sampling.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
-from closeranks.optim.schedule import lr_factor
+from closeranks.optim.lr_schedule import lr_factor
 from closeranks.parallel.materialise import materialize
 from closeranks.run.job.job import Job, load_job
 

@@ -17,7 +17,7 @@ from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ParameterShard
 from closeranks.core.registry import Registry
 from closeranks.optim.config import OptimConfig
-from closeranks.optim.frozen import FreezableAdamW
+from closeranks.optim.freezable_adamw import FreezableAdamW
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor over all ranks of the run, without a host sync; every rank gets the same bits."""

@@ -21,7 +21,7 @@ from closeranks.optim import layerwise  # noqa: F401  registers lars and lamb
 from closeranks.optim.algorithms import ALGORITHMS, Total
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import GroupAssignment, ParameterFacts, assign
-from closeranks.optim.schedule import lr_factor
+from closeranks.optim.lr_schedule import lr_factor
 
 
 def parameter_facts(module: nn.Module) -> tuple[ParameterFacts, ...]:

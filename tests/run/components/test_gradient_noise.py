@@ -16,7 +16,7 @@ from closeranks.core.events import NoiseSeen, Restored, RunStarted, StepDone, Wa
 from closeranks.core.system.environment import set_world
 from closeranks.core.world import World
 from closeranks.elastic.snapshot_paths import SnapshotPaths
-from closeranks.optim.noise import DECAY
+from closeranks.optim.noise_scale import DECAY
 from closeranks.run.job.job import load_job
 from closeranks.run.worker.agent_client import configure_worker
 from closeranks.testing import run_world

@@ -26,9 +26,9 @@ from closeranks.data.source import as_loader_source
 from closeranks.elastic.vote import Vote
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import tensor_axis_warning
+from closeranks.optim.loss_scale import LossScale
+from closeranks.optim.lr_scaling import lr_scaling_warning, with_scaled_lr
 from closeranks.optim.optimizer import Optimizer
-from closeranks.optim.scaler import LossScale
-from closeranks.optim.scaling import lr_scaling_warning, with_scaled_lr
 from closeranks.parallel.apply import DistributedModel, parallelize
 from closeranks.parallel.group import RankGroup, WorldGroup, open_world_group
 from closeranks.parallel.mesh import MeshGroups, open_mesh_groups

@@ -21,7 +21,7 @@ from closeranks.core.events import Event, NoiseSeen
 from closeranks.core.protocols import ReduceGroup
 from closeranks.data.sampling.batch_schedule import BatchSchedule, MicroBatch
 from closeranks.elastic.vote import Verdict
-from closeranks.optim.noise import NoiseMeasurement, NoiseScaleAverages
+from closeranks.optim.noise_scale import NoiseMeasurement, NoiseScaleAverages
 from closeranks.optim.norms import norm_squared
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import SavedState

@@ -10,8 +10,8 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Verdict
+from closeranks.optim.loss_scale import LossScale
 from closeranks.optim.optimizer import Optimizer
-from closeranks.optim.scaler import LossScale
 from closeranks.parallel.mesh import MeshGroups
 from closeranks.run.components.component import Component
 from closeranks.run.components.model import Model

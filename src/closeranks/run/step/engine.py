@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Vote
-from closeranks.optim.scaler import LossScale
+from closeranks.optim.loss_scale import LossScale
 from closeranks.run.builder.context import RunContext
 from closeranks.run.components.batches import Batches
 from closeranks.run.components.component import Components

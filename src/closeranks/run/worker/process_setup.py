@@ -25,7 +25,7 @@ from closeranks.core.system.network_interfaces import interface_of
 from closeranks.core.system.stdio import ignore_broken_pipes
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
-from closeranks.optim.scaling import describe_lr_scaling
+from closeranks.optim.lr_scaling import describe_lr_scaling
 from closeranks.run.job.job import Job
 from closeranks.run.step.engine import Engine
 from closeranks.run.worker.agent_client import current_link

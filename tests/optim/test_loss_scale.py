@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import CheckpointError
 from closeranks.optim.config import LossScaleConfig
-from closeranks.optim.scaler import LossScale
+from closeranks.optim.loss_scale import LossScale
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.optim.config import ScheduleConfig
-from closeranks.optim.schedule import SHAPES, lr_factor, num_warmup_steps
+from closeranks.optim.lr_schedule import SHAPES, lr_factor, num_warmup_steps
 
 schedules = st.builds(
     ScheduleConfig,

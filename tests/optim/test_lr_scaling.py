@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from closeranks.optim.config import OptimConfig, ScheduleConfig
-from closeranks.optim.scaling import describe_lr_scaling, lr_scaling_factor, lr_scaling_warning, with_scaled_lr
+from closeranks.optim.lr_scaling import describe_lr_scaling, lr_scaling_factor, lr_scaling_warning, with_scaled_lr
 
 
 def config(**keys: Any) -> OptimConfig:

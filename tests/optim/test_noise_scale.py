@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from closeranks.core.errors import CheckpointError
-from closeranks.optim.noise import NoiseMeasurement, NoiseScaleAverages
+from closeranks.optim.noise_scale import NoiseMeasurement, NoiseScaleAverages
 
 
 def expected(batch: int, signal: float, spread: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import sqrt
 
 from closeranks.optim.config import OptimConfig
-from closeranks.optim.schedule import num_warmup_steps
+from closeranks.optim.lr_schedule import num_warmup_steps
 
 
 def lr_scaling_factor(config: OptimConfig, batch: int) -> float:
