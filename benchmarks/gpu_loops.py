@@ -16,7 +16,7 @@ from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.models.llama.linear import Linear
 from closeranks.optim.lr_schedule import lr_factor
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.initialization.materialize import materialize
 from closeranks.run.builder.context import batch_schedule
 from closeranks.run.job.job import Job
 from closeranks.run.session import Session

@@ -23,7 +23,7 @@ from closeranks.data.sampling.order import BatchSchedule
 from closeranks.data.sources.open import open_source
 from closeranks.models.build import spec_for
 from closeranks.optim.lr_schedule import lr_factor
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.initialization.materialize import materialize
 from closeranks.run.job.job import Job, load_job
 
 CLIP = 1.0

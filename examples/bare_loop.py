@@ -16,8 +16,8 @@ from closeranks.models.config import LlamaConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.initialization.materialize import materialize
 from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.held import local_parameters
 

@@ -18,7 +18,7 @@ from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.agent.workers.store_socket import store_address
 from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.elastic.vote import Ballot, Vote
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 
 
 def form_group(link: WorkerLink) -> int:

@@ -14,8 +14,8 @@ from closeranks.core.requests import DRAIN
 from closeranks.elastic.local_sgd_vote import LocalSgdVote
 from closeranks.elastic.vote import Ballot
 from closeranks.facts.layout import Layout
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.mesh import open_mesh_groups
+from closeranks.parallel.mesh_groups import open_mesh_groups
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world

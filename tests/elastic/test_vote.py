@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.requests import DRAIN, REGROUP, REQUESTS, SAVE
 from closeranks.elastic.vote import Ballot, StepOutcome, Vote, settle, settle_on_device
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 
 

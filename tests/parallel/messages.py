@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.parallel.exchange import MessageKey, P2PChannel
+from closeranks.parallel.pipeline.p2p import MessageKey, P2PChannel
 
 _FIRST_TAG = MessageKey("forward", 0, 0).tag
 

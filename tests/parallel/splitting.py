@@ -13,8 +13,8 @@ from closeranks.core.protocols import ActivationCollectives, ModelSpec, Sharding
 from closeranks.core.seeds import derive_seed
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.tensor import TensorShard, shard_module
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.tensor.tensor_parallel import TensorShard, shard_module
 
 SHAPE = {
     "dim": 32,

@@ -13,9 +13,9 @@ from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig
 from closeranks.parallel import apply as module_under_test
 from closeranks.parallel.apply import DistributedModel, ParallelSettings, parallelize
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.mesh import open_mesh_groups
+from closeranks.parallel.mesh_groups import open_mesh_groups
 from closeranks.parallel.precision import Precision
+from closeranks.parallel.process_group import RankGroup
 
 LLAMA = spec_for(LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64), seq_len=16)
 DIGITS = spec_for(DigitsConfig(), seq_len=0)

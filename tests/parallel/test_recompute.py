@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from closeranks.core.errors import ModelError
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
-from closeranks.parallel.batchnorm import BatchStatistics, convert_sync_batch_norm
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.batch_norm import BatchStatistics, convert_sync_batch_norm
+from closeranks.parallel.initialization.materialize import materialize
+from closeranks.parallel.process_group import RankGroup
 from closeranks.parallel.recompute import FAMILIES, KEEP, recompute
 from closeranks.testing import run_world
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from closeranks.parallel.batchnorm import SyncBatchNorm, convert_sync_batch_norm
+from closeranks.parallel.batch_norm import SyncBatchNorm, convert_sync_batch_norm
 from closeranks.testing import run_world
 from tests.run.trajectories import Trajectory, alone, largest_difference, relative, trajectory
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from closeranks.models.llama.model import Block, TokenLoss
-from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.tensor.activation_collectives import ACTIVATION_COLLECTIVES, TensorAxisGroup
 
 from .splitting import llama_spec
 

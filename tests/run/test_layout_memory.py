@@ -18,8 +18,8 @@ from closeranks.facts.pipeline.timeline import peak_in_flight
 from closeranks.models.build import spec_for
 from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import local_part, parallelize
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.mesh import open_mesh_groups
+from closeranks.parallel.mesh_groups import open_mesh_groups
+from closeranks.parallel.process_group import RankGroup
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.builder.parallelize import parallel_settings
 from closeranks.run.components.optimizer import OptimizerStep

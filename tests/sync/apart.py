@@ -20,7 +20,7 @@ from closeranks.data.source import as_loader_source
 from closeranks.data.sources.open import open_source
 from closeranks.facts.layout import Layout
 from closeranks.models.build import spec_for
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.initialization.materialize import materialize
 from closeranks.run.builder.context import batch_schedule
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import run_session

@@ -17,9 +17,9 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import Reducer
 from closeranks.optim.config import OptimConfig, ScheduleConfig
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.fully_shard import shard_fully
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.zero import shard_fully
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.held import local_parameters

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.held import local_parameters
 from closeranks.testing import run_world

@@ -15,7 +15,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.allreduce import AllReduceReducer
 from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ALIGN_BYTES, NUM_IN_FLIGHT, ShardedReducer

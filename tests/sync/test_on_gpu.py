@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.fully_shard import _NarrowGather, shard_fully
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.zero import _NarrowGather, shard_fully
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ShardedReducer

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.held import local_parameters
 from closeranks.sync.shards import ALIGN_BYTES, ShardedReducer
 from closeranks.testing import run_world

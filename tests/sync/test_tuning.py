@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import ConfigError
 from closeranks.facts.communication.collective_cost import Link, NetworkModel, best_bucket_bytes, collective_cost
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.job.job import load_job
 from closeranks.sync.config import SyncConfig
 from closeranks.sync.tuning import (

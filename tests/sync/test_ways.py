@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.optim.norms import norm_squared
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.compress.build import CODECS, compressed_reductions
 from closeranks.sync.compress.compressed import CompressionSchedule
 from closeranks.sync.config import CompressConfig

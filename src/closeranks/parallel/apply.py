@@ -33,16 +33,16 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ModelSpec
 from closeranks.facts.layout import Layout
 from closeranks.facts.pipeline.stages import stage_placement
-from closeranks.parallel.batchnorm import BatchStatistics, batch_norm_hint, convert_sync_batch_norm
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.materialise import BuiltModule, InitTarget, build_module, init_targets, to_empty
-from closeranks.parallel.mesh import MeshGroups
-from closeranks.parallel.pipeline import Pipeline, open_pipeline
+from closeranks.parallel.batch_norm import BatchStatistics, batch_norm_hint, convert_sync_batch_norm
+from closeranks.parallel.fully_shard import shard_fully
+from closeranks.parallel.initialization.materialize import BuiltModule, InitTarget, build_module, init_targets, to_empty
+from closeranks.parallel.mesh_groups import MeshGroups
+from closeranks.parallel.pipeline.executor import Pipeline, open_pipeline
+from closeranks.parallel.pipeline.stages import RankStages, TiedParameter, split_into_stages, stage_ranges
 from closeranks.parallel.precision import Precision
+from closeranks.parallel.process_group import RankGroup
 from closeranks.parallel.recompute import recompute, recompute_compiled
-from closeranks.parallel.stages import RankStages, TiedParameter, split_into_stages, stage_ranges
-from closeranks.parallel.tensor import TensorShard, shard_module
-from closeranks.parallel.zero import shard_fully
+from closeranks.parallel.tensor.tensor_parallel import TensorShard, shard_module
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from closeranks.facts.shapes.llama import num_params
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.generate import generate
-from closeranks.parallel.materialise import materialize
+from closeranks.parallel.initialization.materialize import materialize
 from closeranks.run.components.model import load_model
 from closeranks.run.state.saved_tree import load_saved_job
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeranks.core.events import Event, StepDone, Warned
 from closeranks.elastic.vote import Ballot, Verdict, Vote
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.components.component import Component
 from closeranks.run.components.unused_parameters import SkippedUpdates, UnusedParameters, unused_warning
 from closeranks.run.step.step_results import StepResult

@@ -30,9 +30,9 @@ from closeranks.optim.loss_scale import LossScale
 from closeranks.optim.lr_scaling import lr_scaling_warning, with_scaled_lr
 from closeranks.optim.optimizer import Optimizer
 from closeranks.parallel.apply import DistributedModel, parallelize
-from closeranks.parallel.group import RankGroup, WorldGroup, open_world_group
-from closeranks.parallel.mesh import MeshGroups, open_mesh_groups
+from closeranks.parallel.mesh_groups import MeshGroups, open_mesh_groups
 from closeranks.parallel.precision import Precision
+from closeranks.parallel.process_group import RankGroup, WorldGroup, open_world_group
 from closeranks.run.bucketing import choose_bucket_size
 from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
 from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings

@@ -16,8 +16,8 @@ from closeranks.core.world import World
 from closeranks.data.sampling.cursor import Cursor
 from closeranks.data.sampling.order import BatchSchedule
 from closeranks.facts.layout import Layout
-from closeranks.parallel.group import WorldGroup
-from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.mesh_groups import MeshGroups
+from closeranks.parallel.process_group import WorldGroup
 from closeranks.run.job.job import Job, micro_batch_size
 from closeranks.run.step.step_timer import StepTimer
 from closeranks.sync.rounds import SyncSchedule

@@ -17,7 +17,7 @@ from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import GroupAssignment
 from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import DistributedModel, ParallelSettings
-from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.parallel.precision import Precision
 from closeranks.run.builder.reduction_choice import must_stay_uncompressed
 from closeranks.run.job.job import Job, micro_batch_size

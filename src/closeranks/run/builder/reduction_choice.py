@@ -15,8 +15,8 @@ from closeranks.core.world import World
 from closeranks.facts.communication.collective_algorithms import Topology
 from closeranks.facts.communication.collective_cost import inter_host_bytes
 from closeranks.facts.layout import Layout
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.mesh_groups import MeshGroups
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.job.job import Job
 from closeranks.sync.compress.build import compressed_reductions, describe_compression
 from closeranks.sync.compress.compressed import CompressionSchedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from closeranks.core.world import World
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.batch_history_lookup import broadcast_batch_history
 from closeranks.run.job.job import Job

@@ -23,7 +23,7 @@ from closeranks.data.sampling.order import MicroBatch, SampleOrder
 from closeranks.data.source import LoaderSource
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot
-from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import SavedState
 from closeranks.telemetry.run_log.run_folder import RunFolder

@@ -26,7 +26,7 @@ from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.elastic.local_sgd_vote import LocalSgdVote
 from closeranks.elastic.vote import Verdict, Vote
 from closeranks.parallel.apply import is_sharded
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.builder.context import RunContext
 from closeranks.run.builder.reduction_choice import (
     compression_schedule,

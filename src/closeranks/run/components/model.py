@@ -20,11 +20,11 @@ from closeranks.data.sampling.order import MicroBatch
 from closeranks.elastic.vote import Verdict
 from closeranks.facts.pipeline.stages import stage_placement
 from closeranks.parallel.apply import DistributedModel, is_sharded, local_part, whole_tensors
-from closeranks.parallel.batchnorm import BatchStatistics
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.pipeline import Pipeline
+from closeranks.parallel.batch_norm import BatchStatistics
+from closeranks.parallel.pipeline.executor import Pipeline
+from closeranks.parallel.pipeline.stages import stage_ranges
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.stages import stage_ranges
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.builder.context import RunContext
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import MODEL, SavedState, check_same_shapes

@@ -12,7 +12,7 @@ from closeranks.core.protocols import Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.optim.loss_scale import LossScale
 from closeranks.optim.optimizer import Optimizer
-from closeranks.parallel.mesh import MeshGroups
+from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.run.components.component import Component
 from closeranks.run.components.model import Model
 from closeranks.run.components.unused_parameters import UnusedParameters

@@ -124,7 +124,7 @@ def _num_statistics(module: nn.Module) -> int:
 
 
 def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
-    from closeranks.parallel.zero import choose_fsdp_units, describe_modules
+    from closeranks.parallel.fully_shard import choose_fsdp_units, describe_modules
 
     owners: dict[nn.Parameter, str] = {}
     ties = {}

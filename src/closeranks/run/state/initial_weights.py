@@ -16,7 +16,7 @@ from torch import Tensor
 from closeranks.checkpoint.weights.protocol import Weights, row_bands
 from closeranks.core.errors import CheckpointError
 from closeranks.models.llama.hf_conversion import NameMapping, match_names
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.components.model import Model, ModelTensor
 
 

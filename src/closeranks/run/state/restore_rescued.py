@@ -12,7 +12,7 @@ from pathlib import Path
 from closeranks.capture.slots import SealedSlot, SlotError
 from closeranks.core.errors import CheckpointError
 from closeranks.elastic.snapshot_reader import SnapshotReader
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 from closeranks.run.state.rescued_files import RescuedState, find_rescued
 from closeranks.run.state.saved_tree import validate_tree
 from closeranks.run.state.state import RunState

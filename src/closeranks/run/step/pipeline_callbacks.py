@@ -17,7 +17,7 @@ from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Loss, PipelineSpec, Reducer
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.sampling.order import MicroBatch
-from closeranks.parallel.tensor import explain_sharding_errors
+from closeranks.parallel.tensor.tensor_parallel import explain_sharding_errors
 from closeranks.run.components.model import Model
 from closeranks.run.step.step_timer import StepTimer
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from closeranks.parallel.batchnorm import SMALL_MICRO_BATCH, BatchStatistics, batch_norm_hint
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.batch_norm import SMALL_MICRO_BATCH, BatchStatistics, batch_norm_hint
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 
 ONE = RankGroup(0, 1)

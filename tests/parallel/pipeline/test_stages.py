@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.facts.layout import Layout
-from closeranks.parallel.stages import TiedParameter, split_into_stages, stage_ranges, tied_across_stages
+from closeranks.parallel.pipeline.stages import TiedParameter, split_into_stages, stage_ranges, tied_across_stages
 from tests.parallel.toy import DEPTH, Toy, ToyChain, batches, run_alone, toy
 
 CHAIN = ToyChain()

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.exchange import _DTYPES, _HEADER, MAX_SENDS_IN_FLIGHT, HiddenStateMeta, MessageKey, P2PChannel
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.pipeline.p2p import (
+    _DTYPES,
+    _HEADER,
+    MAX_SENDS_IN_FLIGHT,
+    HiddenStateMeta,
+    MessageKey,
+    P2PChannel,
+)
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 from tests.parallel.messages import Messages, Traffic, counted
 

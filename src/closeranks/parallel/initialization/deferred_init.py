@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from closeranks.core.tracebacks import one_line_error
-from closeranks.parallel.replay import OpReplay, OpTrace, RecordedOp, RngDraw, StorageView
-from closeranks.parallel.ties import named_tensors, shared_storage, to_meta
+from closeranks.parallel.initialization.op_replay import OpReplay, OpTrace, RecordedOp, RngDraw, StorageView
+from closeranks.parallel.initialization.tied_tensors import named_tensors, shared_storage, to_meta
 
 _aten = torch.ops.aten
 _FROM_OUTSIDE = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

@@ -21,17 +21,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.pipeline.programs import PipelineInstruction, PipelineProgram, program_for
-from closeranks.parallel.exchange import HiddenStateMeta, MessageKey, P2PChannel
 from closeranks.parallel.forwards import forward_only_program
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.quiet import finish_fsdp_backward, suspend_fsdp_hooks, unshard
-from closeranks.parallel.split_backward import (
+from closeranks.parallel.pipeline.fsdp_split_backward import finish_fsdp_backward, suspend_fsdp_hooks, unshard
+from closeranks.parallel.pipeline.p2p import HiddenStateMeta, MessageKey, P2PChannel
+from closeranks.parallel.pipeline.split_backward import (
     BackwardSplit,
     WeightBackward,
     backward_input,
     backward_weight,
     plan_split,
 )
+from closeranks.parallel.process_group import RankGroup
 
 StageMicro = tuple[int, int]
 """A global stage number and a micro-batch."""

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeranks.parallel.deferred import NotRecordable, record
-from closeranks.parallel.ties import named_tensors
-
-from .live_bytes import LiveBytes
-from .zoo import FAITHFUL, HANDED_OVER, UNFAITHFUL, Factory, Pretrained, Tables, Vision
+from closeranks.parallel.initialization.deferred_init import NotRecordable, record
+from closeranks.parallel.initialization.tied_tensors import named_tensors
+from tests.parallel.live_bytes import LiveBytes
+from tests.parallel.zoo import FAITHFUL, HANDED_OVER, UNFAITHFUL, Factory, Pretrained, Tables, Vision
 
 SEED = 11
 

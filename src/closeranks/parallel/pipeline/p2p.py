@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 
 Direction = Literal["forward", "backward"]
 

@@ -18,13 +18,19 @@ from closeranks.core.protocols import ModelSpec
 from closeranks.models.build import spec_for
 from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig
 from closeranks.models.user import UserSpec
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.materialise import BuiltModule, InitTarget, build_module, init_targets, materialize, to_empty
-from closeranks.parallel.ties import named_tensors
+from closeranks.parallel.initialization.materialize import (
+    BuiltModule,
+    InitTarget,
+    build_module,
+    init_targets,
+    materialize,
+    to_empty,
+)
+from closeranks.parallel.initialization.tied_tensors import named_tensors
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
-
-from .live_bytes import LiveBytes
-from .zoo import FAITHFUL, UNFAITHFUL, Factory, Pretrained, goes_through_numpy, shares_memory
+from tests.parallel.live_bytes import LiveBytes
+from tests.parallel.zoo import FAITHFUL, UNFAITHFUL, Factory, Pretrained, goes_through_numpy, shares_memory
 
 CPU = torch.device("cpu")
 TIED = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, tied=True)

@@ -15,12 +15,16 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.models.llama.vocab_parallel_loss import vocab_parallel_cross_entropy
-from closeranks.parallel.crossings import TensorAxisGroup
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.tensor import TensorShard, explain_sharding_error, explain_sharding_errors, shard_module
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.tensor.activation_collectives import TensorAxisGroup
+from closeranks.parallel.tensor.tensor_parallel import (
+    TensorShard,
+    explain_sharding_error,
+    explain_sharding_errors,
+    shard_module,
+)
 from closeranks.testing import run_world
-
-from .splitting import compare_gradients, filled, llama_spec, part_of, split_here, tokens, world
+from tests.parallel.splitting import compare_gradients, filled, llama_spec, part_of, split_here, tokens, world
 
 # Dynamo touches .grad of non-leaf tensors while it traces, and hides the warning only where warnings are not errors.
 traced = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
-from closeranks.parallel.group import RankGroup, open_world_group
+from closeranks.parallel.process_group import RankGroup, open_world_group
 from closeranks.testing import run_world
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from closeranks.facts.pipeline.programs import PipelineInstruction, program_for
 from closeranks.facts.pipeline.schedules import schedule_for
 from closeranks.facts.pipeline.stages import V_SHAPED, stage_placement
 from closeranks.facts.pipeline.timeline import peak_in_flight
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.pipeline import Pipeline, last_gradients, open_pipeline
-from closeranks.parallel.stages import split_into_stages, stage_ranges
+from closeranks.parallel.pipeline.executor import Pipeline, last_gradients, open_pipeline
+from closeranks.parallel.pipeline.stages import split_into_stages, stage_ranges
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import WorldError, run_world
 from tests.parallel.messages import Traffic, counted
 from tests.parallel.toy import DEPTH, DIM, LENGTH, Toy, ToyChain, ToyWork, batches, gradients, run_alone, toy

@@ -21,9 +21,9 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece, narrow_to_piece
 from closeranks.core.protocols import ModelSpec
 from closeranks.core.seeds import derive_seed
-from closeranks.parallel.deferred import NotRecordable, Recording, record
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.ties import named_tensors, replace_tensors, shared_storage, to_meta
+from closeranks.parallel.initialization.deferred_init import NotRecordable, Recording, record
+from closeranks.parallel.initialization.tied_tensors import named_tensors, replace_tensors, shared_storage, to_meta
+from closeranks.parallel.process_group import RankGroup
 
 Broadcast = Callable[[Tensor], Tensor]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.fully_shard import ModuleFacts, choose_fsdp_units, describe_modules, shard_fully
 from closeranks.parallel.precision import Precision
-from closeranks.parallel.zero import ModuleFacts, choose_fsdp_units, describe_modules, shard_fully
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.fsdp import FullyShardedReducer
 from closeranks.sync.held import local_parameters
 from closeranks.testing import run_world

@@ -8,7 +8,7 @@ import pytest
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
-from closeranks.parallel.cuts import ParameterEntry, ParameterSharding, ShardingPlan, plan_sharding
+from closeranks.parallel.tensor.sharding_plan import ParameterEntry, ParameterSharding, ShardingPlan, plan_sharding
 
 
 def linear(name: str, num_out: int, num_in: int, *, bias: bool = False, is_plain: bool = True) -> list[ParameterEntry]:

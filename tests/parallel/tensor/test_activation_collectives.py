@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel import crossings
-from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.tensor import activation_collectives as crossings
+from closeranks.parallel.tensor.activation_collectives import ACTIVATION_COLLECTIVES, TensorAxisGroup
 from closeranks.testing import run_world
 
 SHAPE = (2, 6, 4)  # [batch, positions, features], positions divisible by 2 and 3

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import AXES, Mesh
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 
 _ALONE = RankGroup(0, 1)
 

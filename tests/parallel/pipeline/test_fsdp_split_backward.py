@@ -17,10 +17,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from closeranks.facts.layout import Layout
 from closeranks.facts.pipeline.programs import program_for
 from closeranks.facts.pipeline.stages import stage_placement
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.pipeline import Pipeline
-from closeranks.parallel.quiet import finish_fsdp_backward, suspend_fsdp_hooks
-from closeranks.parallel.stages import split_into_stages, stage_ranges
+from closeranks.parallel.pipeline.executor import Pipeline
+from closeranks.parallel.pipeline.fsdp_split_backward import finish_fsdp_backward, suspend_fsdp_hooks
+from closeranks.parallel.pipeline.stages import split_into_stages, stage_ranges
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 from tests.parallel.toy import ToyChain, ToyWork, batches, gradients, run_alone, toy
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from closeranks.parallel.split_backward import backward_input, backward_weight, plan_split
+from closeranks.parallel.pipeline.split_backward import backward_input, backward_weight, plan_split
 from tests.parallel.toy import DIM, Block
 
 Model = Callable[[Tensor], Tensor]

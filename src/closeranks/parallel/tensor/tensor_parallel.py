@@ -26,9 +26,9 @@ from closeranks.core.errors import ModelError
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ActivationCollectives, ShardingRule
 from closeranks.core.tracebacks import one_line_error
-from closeranks.parallel.crossings import ACTIVATION_COLLECTIVES, TensorAxisGroup
-from closeranks.parallel.cuts import OwnerKind, ParameterEntry, ParameterSharding, plan_sharding
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
+from closeranks.parallel.tensor.activation_collectives import ACTIVATION_COLLECTIVES, TensorAxisGroup
+from closeranks.parallel.tensor.sharding_plan import OwnerKind, ParameterEntry, ParameterSharding, plan_sharding
 
 
 @dataclass(frozen=True, slots=True)

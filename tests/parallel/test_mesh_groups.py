@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import AXES
-from closeranks.parallel.group import RankGroup
-from closeranks.parallel.mesh import MeshGroups, open_mesh_groups
+from closeranks.parallel.mesh_groups import MeshGroups, open_mesh_groups
+from closeranks.parallel.process_group import RankGroup
 from closeranks.testing import run_world
 
 CPU = torch.device("cpu")

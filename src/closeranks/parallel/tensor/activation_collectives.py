@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.parallel.group import RankGroup
+from closeranks.parallel.process_group import RankGroup
 
 SEQUENCE = 1
 """The dim of activations [batch, positions, features] that ``gather`` concatenates and ``scatter`` splits."""
