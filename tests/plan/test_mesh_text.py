@@ -7,8 +7,8 @@ import pytest
 from closeranks.facts.layout import Layout
 from closeranks.facts.shapes.model_structure import ModelUnit
 from closeranks.plan import mesh_text
+from closeranks.plan.layout_text import ByteUnit
 from closeranks.plan.layouts import PlanningJob, layout_cost
-from closeranks.plan.listing import ByteUnit
 from tests.plan.test_layouts import tiny
 
 __all__ = ["tiny"]

@@ -24,7 +24,8 @@ from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.core.system.environment import num_gpus
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_axis_warning
-from closeranks.plan import listing, mesh_text
+from closeranks.plan import layout_text as listing
+from closeranks.plan import mesh_text
 from closeranks.plan.layouts import (
     LayoutCost,
     LayoutCostModel,

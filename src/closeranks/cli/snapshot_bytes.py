@@ -9,8 +9,8 @@ from __future__ import annotations
 from closeranks.elastic.backup_ranks import backup_ranks, images_of
 from closeranks.facts.memory.state_bytes import snapshot_bytes
 from closeranks.facts.mesh import Mesh
+from closeranks.plan.layout_text import ByteUnit
 from closeranks.plan.layouts import LayoutCost
-from closeranks.plan.listing import ByteUnit
 from closeranks.run.job.job import Job
 
 USUAL_HOST = 8

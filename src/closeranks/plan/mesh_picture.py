@@ -15,8 +15,8 @@ from typing import Any
 from closeranks.facts.mesh import Mesh, MeshCoordinate
 from closeranks.facts.pipeline.schedules import schedule_for
 from closeranks.facts.pipeline.timeline import timeline
+from closeranks.plan.layout_text import ByteUnit, byte_unit_for
 from closeranks.plan.layouts import LayoutCost, RankCost
-from closeranks.plan.listing import ByteUnit, byte_unit_for
 from closeranks.plan.mesh_text import unit_names
 from closeranks.plan.schedule_picture import draw_schedule
 

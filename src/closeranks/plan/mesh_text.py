@@ -12,8 +12,8 @@ from closeranks.facts.layout import Layout
 from closeranks.facts.memory.memory_per_rank import StageUnits
 from closeranks.facts.mesh import Mesh, MeshCoordinate
 from closeranks.facts.shapes.model_structure import ModelUnit
+from closeranks.plan.layout_text import ByteUnit
 from closeranks.plan.layouts import LayoutCost
-from closeranks.plan.listing import ByteUnit
 
 _MOST = 12
 _MOST_ROWS = 48

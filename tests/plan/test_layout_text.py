@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from closeranks.core.errors import Problem
 from closeranks.facts.layout import Layout
-from closeranks.plan import listing
+from closeranks.plan import layout_text as listing
+from closeranks.plan.layout_text import BRIEF, COLUMNS, ByteUnit
 from closeranks.plan.layouts import LayoutSearch, PlanningJob, RefusedLayouts, layout_cost
-from closeranks.plan.listing import BRIEF, COLUMNS, ByteUnit
 from tests.plan.test_layouts import tiny
 
 __all__ = ["tiny"]
