@@ -17,7 +17,7 @@ import torch
 from results import conclude, say
 
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.half_precision import BFloat16Codec, Float16Codec
 from closeranks.sync.compress.int8 import Int8Codec
 from closeranks.sync.compress.onebit import OneBitCodec
 from closeranks.sync.compress.powersgd import orthogonalize

@@ -18,8 +18,8 @@ from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.process_group import RankGroup
 from closeranks.parallel.initialization.materialize import materialize
-from closeranks.sync.allreduce import AllReduceReducer
-from closeranks.sync.held import local_parameters
+from closeranks.sync.reducers.all_reduce import AllReduceReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
 
 SEED, STEPS = 0, 30
 device, group = torch.device("cpu"), RankGroup(rank=0, size=1)

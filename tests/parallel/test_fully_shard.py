@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from closeranks.parallel.fully_shard import ModuleFacts, choose_fsdp_units, describe_modules, shard_fully
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import local_parameters
+from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
 from closeranks.testing import run_world
 from tests.sync.strategies import traffic
 

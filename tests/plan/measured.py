@@ -14,7 +14,7 @@ from closeranks.core.events import StepDone
 from closeranks.run.components.optimizer import OptimizerStep
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import train_job
-from closeranks.sync.fsdp import local_of
+from closeranks.sync.reducers.fully_sharded import local_of
 from tests.parallel.live_bytes import LiveBytes
 
 _SUMMED = ("allreduce_", "all_reduce")

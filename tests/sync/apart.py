@@ -25,7 +25,7 @@ from closeranks.run.builder.context import batch_schedule
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import run_session
 from closeranks.run.state.saved_state import MODEL
-from closeranks.sync.rounds import assign_fragments
+from closeranks.sync.local_sgd.sync_schedule import assign_fragments
 
 Tables = dict[str, dict[str, Any]]
 TABLES: Tables = {

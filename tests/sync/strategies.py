@@ -20,11 +20,11 @@ from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.fully_shard import shard_fully
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.allreduce import AllReduceReducer
-from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import local_parameters
-from closeranks.sync.shards import ShardedReducer
-from closeranks.sync.ways import ReductionFactory
+from closeranks.sync.collectives.reductions import ReductionFactory
+from closeranks.sync.reducers.all_reduce import AllReduceReducer
+from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
+from closeranks.sync.reducers.sharded import ShardedReducer
 
 CONFIG = OptimConfig(lr=0.03, weight_decay=0.2, schedule=ScheduleConfig(name="constant", warmup=0))
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)

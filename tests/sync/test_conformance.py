@@ -16,9 +16,9 @@ from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.allreduce import AllReduceReducer
-from closeranks.sync.held import local_parameters
-from closeranks.sync.shards import ALIGN_BYTES, NUM_IN_FLIGHT, ShardedReducer
+from closeranks.sync.reducers.all_reduce import AllReduceReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
+from closeranks.sync.reducers.sharded import ALIGN_BYTES, NUM_IN_FLIGHT, ShardedReducer
 from closeranks.testing import run_world
 from tests.sync.strategies import (
     CONFIG,

@@ -17,9 +17,9 @@ from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.fully_shard import _NarrowGather, shard_fully
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.held import local_parameters
-from closeranks.sync.shards import ShardedReducer
+from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
+from closeranks.sync.reducers.sharded import ShardedReducer
 from tests.sync.strategies import CONFIG
 
 pytestmark = pytest.mark.gpu

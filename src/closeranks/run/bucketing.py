@@ -15,7 +15,13 @@ from closeranks.facts.layout import Layout
 from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.run.job.job import Job, micro_batch_size
 from closeranks.run.worker import generation_cache as heirloom
-from closeranks.sync.tuning import BackwardWork, BucketTuning, backward_s, gradient_bytes, tune_bucket_size
+from closeranks.sync.reducers.bucket_tuning import (
+    BackwardWork,
+    BucketTuning,
+    backward_s,
+    gradient_bytes,
+    tune_bucket_size,
+)
 
 
 def choose_bucket_size(

@@ -14,7 +14,7 @@ from closeranks.facts.memory.memory_per_rank import rank_parameters, stages_per_
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.job.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job.job import load_job
-from closeranks.sync import shards
+from closeranks.sync.reducers import sharded as shards
 from tests.run.counted import num_params
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from closeranks.sync.compress.build import CODECS, describe_compression
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.half_precision import BFloat16Codec, Float16Codec
 from closeranks.sync.compress.int8 import STEPS, Int8Codec
 from closeranks.sync.compress.onebit import BLOCK, OneBitCodec
 from closeranks.sync.compress.topk import TopKCodec

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from closeranks.core.pieces import Piece
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.error_feedback import StagedTensor
+from closeranks.sync.compress.half_precision import BFloat16Codec, Float16Codec
 from closeranks.sync.compress.int8 import Int8Codec
 from closeranks.sync.compress.onebit import OneBitCodec
 from closeranks.sync.compress.powersgd import orthogonalize
 from closeranks.sync.compress.topk import TopKCodec
-from closeranks.sync.memory import StagedTensor
-from closeranks.sync.places import FlatBufferSpec, ParameterSpan
 
 pytestmark = pytest.mark.gpu
 

@@ -56,9 +56,9 @@ from closeranks.run.worker import excepthook
 from closeranks.run.worker import generation_cache as heirloom
 from closeranks.run.worker.agent_client import current_agent_client, current_link
 from closeranks.run.worker.rendezvous import make_store
-from closeranks.sync import replicas
-from closeranks.sync.rounds import SyncSchedule
-from closeranks.sync.tuning import BucketTuning
+from closeranks.sync.local_sgd import replica_groups as replicas
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
+from closeranks.sync.reducers.bucket_tuning import BucketTuning
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.parallel.process_group import WorldGroup
 from closeranks.run.job.job import Job, micro_batch_size
 from closeranks.run.step.step_timer import StepTimer
-from closeranks.sync.rounds import SyncSchedule
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
 
 
 @dataclass(frozen=True, slots=True)

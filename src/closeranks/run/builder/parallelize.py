@@ -21,10 +21,10 @@ from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.parallel.precision import Precision
 from closeranks.run.builder.reduction_choice import must_stay_uncompressed
 from closeranks.run.job.job import Job, micro_batch_size
-from closeranks.sync.allreduce import AllReduceReducer
-from closeranks.sync.fsdp import FullyShardedReducer
-from closeranks.sync.shards import ShardedReducer
-from closeranks.sync.ways import ReductionFactory
+from closeranks.sync.collectives.reductions import ReductionFactory
+from closeranks.sync.reducers.all_reduce import AllReduceReducer
+from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
+from closeranks.sync.reducers.sharded import ShardedReducer
 
 
 class ParameterGrouping:

@@ -18,11 +18,16 @@ from closeranks.facts.layout import Layout
 from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.parallel.process_group import RankGroup
 from closeranks.run.job.job import Job
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
+from closeranks.sync.collectives.reductions import (
+    FlatReduction,
+    HierarchicalReduction,
+    ReductionFactory,
+    plain_reductions,
+)
 from closeranks.sync.compress.build import compressed_reductions, describe_compression
-from closeranks.sync.compress.compressed import CompressionSchedule
+from closeranks.sync.compress.compressed_reduction import CompressionSchedule
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.places import FlatBufferSpec
-from closeranks.sync.ways import FlatReduction, HierarchicalReduction, ReductionFactory, plain_reductions
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from closeranks.core.events import Compressed, Event, StepDone, Warned
 from closeranks.core.protocols import ReduceGroup, Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.run.components.component import Component
-from closeranks.sync.compress.compressed import CompressionSchedule
-from closeranks.sync.drift import CompressionDrift, error_and_cosine
+from closeranks.sync.compress.compressed_reduction import CompressionSchedule
+from closeranks.sync.compress.drift import CompressionDrift, error_and_cosine
 
 if TYPE_CHECKING:
     from closeranks.run.step.step_results import StepResult

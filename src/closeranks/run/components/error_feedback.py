@@ -17,7 +17,7 @@ from torch import Tensor
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.run.state.saved_state import SavedState
-from closeranks.sync.memory import OWED, RESIDUAL, rows_to_read
+from closeranks.sync.compress.error_feedback import OWED, RESIDUAL, rows_to_read
 
 
 def restore_error_feedback(

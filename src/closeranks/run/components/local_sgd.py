@@ -41,13 +41,13 @@ from closeranks.run.components.gradient_sync import error_feedback_state
 from closeranks.run.components.model import Model, make_state_tensor
 from closeranks.run.job.job import Job
 from closeranks.run.state.saved_state import MODEL, SYNC, ReplicaIndex, SavedState
-from closeranks.sync.balance import even_shares, rebalanced
+from closeranks.sync.collectives.reductions import ReductionFactory, plain_reductions
 from closeranks.sync.compress.build import compressed_reductions
-from closeranks.sync.compress.compressed import CompressionSchedule
+from closeranks.sync.compress.compressed_reduction import CompressionSchedule
 from closeranks.sync.config import LocalConfig
-from closeranks.sync.outer import OuterOptimizer, OuterSgd
-from closeranks.sync.rounds import assign_fragments
-from closeranks.sync.ways import ReductionFactory, plain_reductions
+from closeranks.sync.local_sgd.balance import even_shares, rebalanced
+from closeranks.sync.local_sgd.outer_step import OuterOptimizer, OuterSgd
+from closeranks.sync.local_sgd.sync_schedule import assign_fragments
 
 if TYPE_CHECKING:
     from closeranks.run.step.step_results import StepResult

@@ -20,8 +20,8 @@ from closeranks.facts.shapes.llama import llama_structure
 from closeranks.facts.shapes.model_structure import ModelStructure, distinct_parameters, model_structure
 from closeranks.plan.layouts import PlanningJob
 from closeranks.run.job.job import Job, demands, micro_batch_size
-from closeranks.sync.buckets import BucketMember, plan_buckets
 from closeranks.sync.config import SyncConfig
+from closeranks.sync.reducers.buckets import BucketMember, plan_buckets
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,8 +23,8 @@ from closeranks.models.config import ModelConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import RunConfig, TrainConfig
-from closeranks.sync import replicas
 from closeranks.sync.config import SyncConfig
+from closeranks.sync.local_sgd import replica_groups as replicas
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.step_range import parse_step_range
 

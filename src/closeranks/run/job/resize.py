@@ -16,7 +16,7 @@ from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
 from closeranks.facts.nearest_layout import nearest_first
 from closeranks.run.job.job import Job, check_workers, demands, layout_for, micro_batch_size
-from closeranks.sync import replicas
+from closeranks.sync.local_sgd import replica_groups as replicas
 
 _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
 

@@ -25,7 +25,7 @@ from closeranks.optim.norms import norm_squared
 from closeranks.run.step.engine import Engine
 from closeranks.run.step.loss_sums import LossSums
 from closeranks.run.step.pipeline_callbacks import MicroBatchCallbacks, explain_shape_errors
-from closeranks.sync.rounds import SyncSchedule
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
 
 
 class Step:

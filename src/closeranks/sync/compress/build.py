@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
+from closeranks.sync.collectives.reductions import ReductionFactory
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.compress.compressed import CompressedReduction, CompressionSchedule, CompressionScheme
-from closeranks.sync.compress.halves import BFloat16Codec, Float16Codec
+from closeranks.sync.compress.compressed_reduction import CompressedReduction, CompressionSchedule, CompressionScheme
+from closeranks.sync.compress.half_precision import BFloat16Codec, Float16Codec
 from closeranks.sync.compress.int8 import Int8Codec
 from closeranks.sync.compress.onebit import OneBitCodec
 from closeranks.sync.compress.powersgd import PowerSgd
 from closeranks.sync.compress.topk import TopKCodec
 from closeranks.sync.compress.two_shot import TwoShot
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.held import CommGroup
-from closeranks.sync.places import FlatBufferSpec
-from closeranks.sync.ways import ReductionFactory
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 CODECS: dict[str, Callable[[CompressConfig], Codec]] = {
     "bf16": lambda config: BFloat16Codec(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from closeranks.sync.compress.codec import as_bytes, from_blocks, from_bytes, in_blocks, num_blocks
-from closeranks.sync.compress.halves import block_absmax
+from closeranks.sync.compress.half_precision import block_absmax
 
 BLOCK = 256
 STEPS = 127

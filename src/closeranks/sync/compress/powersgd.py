@@ -24,10 +24,10 @@ from torch import Tensor
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.core.seeds import derive_seed
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import AsyncReduction
-from closeranks.sync.memory import FACTOR, RESIDUAL, StagedTensor, error_feedback_rows
-from closeranks.sync.places import FlatBufferSpec, ParameterSpan
+from closeranks.sync.collectives.async_reductions import AsyncReduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
+from closeranks.sync.compress.error_feedback import FACTOR, RESIDUAL, StagedTensor, error_feedback_rows
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 LEAST_GAIN = 2.0
 """A matrix is compressed only if its factors are smaller by at least this factor."""

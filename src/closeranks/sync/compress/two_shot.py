@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
+from closeranks.sync.collectives.all_to_all import all_gather, all_to_all
+from closeranks.sync.collectives.async_reductions import AsyncReduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
 from closeranks.sync.compress.codec import Codec
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import AsyncReduction
-from closeranks.sync.memory import OWED, RESIDUAL, StagedTensor, error_feedback_rows
-from closeranks.sync.places import FlatBufferSpec
-from closeranks.sync.swaps import all_gather, all_to_all
+from closeranks.sync.compress.error_feedback import OWED, RESIDUAL, StagedTensor, error_feedback_rows
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 
 class TwoShot:

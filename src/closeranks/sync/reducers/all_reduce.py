@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter, ParameterShard
-from closeranks.sync.buckets import GradientBucket, plan_buckets
-from closeranks.sync.departures import BucketScheduler
-from closeranks.sync.held import CommGroup, bucket_members, view_like
-from closeranks.sync.journeys import InFlightReductions
-from closeranks.sync.partial import PartialGradient, sum_partial_gradients
-from closeranks.sync.places import flat_buffer_spec
-from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory, plain_reductions
+from closeranks.sync.collectives.async_reductions import InFlightReductions
+from closeranks.sync.collectives.flat_buffer import flat_buffer_spec
+from closeranks.sync.collectives.reductions import (
+    CompressibleReducer,
+    FlatReduction,
+    ReductionFactory,
+    plain_reductions,
+)
+from closeranks.sync.reducers.bucket_scheduler import BucketScheduler
+from closeranks.sync.reducers.buckets import GradientBucket, plan_buckets
+from closeranks.sync.reducers.local_parameters import CommGroup, bucket_members, view_like
+from closeranks.sync.reducers.partial_gradients import PartialGradient, sum_partial_gradients
 
 
 class _Buffer:

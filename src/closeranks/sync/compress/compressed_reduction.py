@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import AsyncReduction
-from closeranks.sync.places import FlatBufferSpec
-from closeranks.sync.ways import PlainReduction
+from closeranks.sync.collectives.async_reductions import AsyncReduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
+from closeranks.sync.collectives.reductions import PlainReduction
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 NUM_SAMPLED = 1 << 14
 """Values of a flat buffer that a sampled step sums exactly: 64 KiB."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.rounds import SyncSchedule, assign_fragments
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule, assign_fragments
 
 
 @st.composite

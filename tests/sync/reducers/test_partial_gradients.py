@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from closeranks.sync.partial import PartialGradient, sum_partial_gradients
+from closeranks.sync.reducers.partial_gradients import PartialGradient, sum_partial_gradients
 from closeranks.testing import run_world
 
 

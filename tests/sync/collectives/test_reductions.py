@@ -16,12 +16,17 @@ from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.optim.norms import norm_squared
 from closeranks.parallel.process_group import RankGroup
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
+from closeranks.sync.collectives.reductions import (
+    FlatReduction,
+    HierarchicalReduction,
+    ReductionFactory,
+    plain_reductions,
+)
 from closeranks.sync.compress.build import CODECS, compressed_reductions
-from closeranks.sync.compress.compressed import CompressionSchedule
+from closeranks.sync.compress.compressed_reduction import CompressionSchedule
+from closeranks.sync.compress.error_feedback import FACTOR, OWED, RESIDUAL
 from closeranks.sync.config import CompressConfig
-from closeranks.sync.memory import FACTOR, OWED, RESIDUAL
-from closeranks.sync.places import FlatBufferSpec
-from closeranks.sync.ways import FlatReduction, HierarchicalReduction, ReductionFactory, plain_reductions
 from closeranks.testing import run_world
 from tests.sync.compress.names import COMPRESSORS as NAMES
 from tests.sync.strategies import (
@@ -302,7 +307,7 @@ def test_few_bytes_travel(name: str, least: float) -> None:
 def sent_bytes(name: str) -> int:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     flat = torch.randn(1 << 16)
-    from closeranks.sync.places import ParameterSpan
+    from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
     piece = Piece.whole("w", (256, 256))
     load = FlatBufferSpec((ParameterSpan(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
@@ -324,7 +329,7 @@ def test_remembered_tensors_are_views_of_what_counts() -> None:
 
 def views() -> bool:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
-    from closeranks.sync.places import ParameterSpan
+    from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
     places = (ParameterSpan(Piece.whole("a", (3, 2)), 0, 0, 6), ParameterSpan(Piece.whole("b", (5,)), 6, 0, 5))
     way = compressed_reductions(config("int8"), group, CompressionSchedule())(
@@ -342,7 +347,7 @@ def views() -> bool:
 
 def after_zeros() -> list[Tensor]:
     """What arrives of a matrix whose first gradient is zero everywhere, step by step."""
-    from closeranks.sync.places import ParameterSpan
+    from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
@@ -370,8 +375,8 @@ def test_a_matrix_of_zeros_is_not_the_end_of_it() -> None:
 @pytest.mark.parametrize("device_columns", [False, True])
 def test_a_factor_of_zeros_is_never_kept(device_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator the columns of a matrix of zeros are zeros; a factorisation's are not."""
+    from closeranks.sync.collectives.flat_buffer import ParameterSpan
     from closeranks.sync.compress import powersgd
-    from closeranks.sync.places import ParameterSpan
 
     if device_columns:
         monkeypatch.setattr(powersgd, "orthonormal", powersgd.gram_schmidt)

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import run_reduction
-from closeranks.sync.places import FlatBufferSpec, ParameterSpan
-from closeranks.sync.ways import FlatReduction, ReductionFactory, plain_reductions
+from closeranks.sync.collectives.async_reductions import run_reduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
+from closeranks.sync.collectives.reductions import FlatReduction, ReductionFactory, plain_reductions
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 
 class FsdpReduceScatter:

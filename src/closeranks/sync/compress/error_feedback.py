@@ -18,7 +18,7 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.places import FlatBufferSpec, ParameterSpan
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
 
 RESIDUAL, OWED, FACTOR = "residual", "owed", "factor"
 

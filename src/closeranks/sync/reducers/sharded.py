@@ -20,14 +20,26 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ParameterShard
-from closeranks.sync.buckets import GradientBucket, plan_buckets
-from closeranks.sync.collectives import all_gather_flat
-from closeranks.sync.departures import BucketScheduler
-from closeranks.sync.held import CommGroup, bucket_members, dense_strides, row_numel, slowest_dim, view_like
-from closeranks.sync.journeys import AsyncReduction, InFlightReductions
-from closeranks.sync.partial import PartialGradient, sum_partial_gradients
-from closeranks.sync.places import flat_buffer_spec
-from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory, plain_reductions
+from closeranks.sync.collectives.async_reductions import AsyncReduction, InFlightReductions
+from closeranks.sync.collectives.flat_buffer import flat_buffer_spec
+from closeranks.sync.collectives.reductions import (
+    CompressibleReducer,
+    FlatReduction,
+    ReductionFactory,
+    plain_reductions,
+)
+from closeranks.sync.collectives.torch_compat import all_gather_flat
+from closeranks.sync.reducers.bucket_scheduler import BucketScheduler
+from closeranks.sync.reducers.buckets import GradientBucket, plan_buckets
+from closeranks.sync.reducers.local_parameters import (
+    CommGroup,
+    bucket_members,
+    dense_strides,
+    row_numel,
+    slowest_dim,
+    view_like,
+)
+from closeranks.sync.reducers.partial_gradients import PartialGradient, sum_partial_gradients
 
 ALIGN_BYTES = 64
 """Alignment of parameters in a bucket: kernels are slower on unaligned addresses, and compiled ones copy first."""

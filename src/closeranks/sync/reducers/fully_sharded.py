@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter, ParameterShard
-from closeranks.sync.held import CommGroup
-from closeranks.sync.partial import PartialGradient, sum_partial_gradients
-from closeranks.sync.units import FsdpReductions, fsdp_modules, fsdp_param_groups
-from closeranks.sync.ways import CompressibleReducer, FlatReduction, ReductionFactory
+from closeranks.sync.collectives.reductions import CompressibleReducer, FlatReduction, ReductionFactory
+from closeranks.sync.reducers.fsdp_reductions import FsdpReductions, fsdp_modules, fsdp_param_groups
+from closeranks.sync.reducers.local_parameters import CommGroup
+from closeranks.sync.reducers.partial_gradients import PartialGradient, sum_partial_gradients
 
 
 @dataclass(frozen=True, slots=True)

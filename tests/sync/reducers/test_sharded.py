@@ -9,8 +9,8 @@ from torch import nn
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.held import local_parameters
-from closeranks.sync.shards import ALIGN_BYTES, ShardedReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
+from closeranks.sync.reducers.sharded import ALIGN_BYTES, ShardedReducer
 from closeranks.testing import run_world
 from tests.sync.strategies import Pieces, assembled, pieces
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
-from closeranks.sync.buckets import BucketMember
+from closeranks.sync.reducers.buckets import BucketMember
 
 
 class CommGroup(Protocol):

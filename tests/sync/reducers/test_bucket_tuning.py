@@ -16,7 +16,7 @@ from closeranks.facts.communication.collective_cost import Link, NetworkModel, b
 from closeranks.parallel.process_group import RankGroup
 from closeranks.run.job.job import load_job
 from closeranks.sync.config import SyncConfig
-from closeranks.sync.tuning import (
+from closeranks.sync.reducers.bucket_tuning import (
     NUM_REPS,
     SIZES,
     AllReduceSample,

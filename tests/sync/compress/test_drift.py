@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from closeranks.sync.drift import NUM_LASTING, NUM_USUAL, CompressionDrift, error_and_cosine
+from closeranks.sync.compress.drift import NUM_LASTING, NUM_USUAL, CompressionDrift, error_and_cosine
 
 
 def told(values: list[tuple[float, float]]) -> list[int]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from closeranks.core.protocols import LocalParameter
 from closeranks.facts.communication.collective_cost import Link, NetworkModel, best_bucket_bytes
-from closeranks.sync.held import CommGroup
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 _KIB, _MIB = 1 << 10, 1 << 20
 SIZES = (_KIB, 64 * _KIB, _MIB, 8 * _MIB)

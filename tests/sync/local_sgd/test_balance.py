@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.sampling.batch_schedule import BatchSchedule
-from closeranks.sync.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
+from closeranks.sync.local_sgd.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
 
 speeds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 

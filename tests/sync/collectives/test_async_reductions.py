@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.journeys import AsyncReduction, InFlightReductions, run_reduction
+from closeranks.sync.collectives.async_reductions import AsyncReduction, InFlightReductions, run_reduction
 
 
 class Leg:

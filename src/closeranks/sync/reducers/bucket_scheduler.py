@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import SEVERAL_STAGES
-from closeranks.sync.buckets import GradientBucket
+from closeranks.sync.reducers.buckets import GradientBucket
 
 ReduceTiming = Literal["step", "backward"]
 _ONCE = SEVERAL_STAGES

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
-from closeranks.sync.held import dense_strides
+from closeranks.sync.reducers.local_parameters import dense_strides
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor
-from closeranks.sync.collectives import all_gather_flat, reduce_scatter_flat
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import AsyncReduction
-from closeranks.sync.places import FlatBufferSpec
+from closeranks.sync.collectives.async_reductions import AsyncReduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
+from closeranks.sync.collectives.torch_compat import all_gather_flat, reduce_scatter_flat
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 
 class FlatReduction(Protocol):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync import swaps
+from closeranks.sync.collectives import all_to_all as swaps
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from closeranks.core.protocols import ErrorFeedbackTensor, ParameterShard
-from closeranks.sync.held import view_like
-from closeranks.sync.journeys import run_reduction
-from closeranks.sync.places import FlatBufferSpec, ParameterSpan, in_memory_order, memory_order
-from closeranks.sync.ways import ReductionFactory
+from closeranks.sync.collectives.async_reductions import run_reduction
+from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan, in_memory_order, memory_order
+from closeranks.sync.collectives.reductions import ReductionFactory
+from closeranks.sync.reducers.local_parameters import view_like
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.sync.collectives import all_gather_flat
-from closeranks.sync.held import CommGroup
-from closeranks.sync.journeys import PendingWork
+from closeranks.sync.collectives.async_reductions import PendingWork
+from closeranks.sync.collectives.torch_compat import all_gather_flat
+from closeranks.sync.reducers.local_parameters import CommGroup
 
 _PIECE_BYTES = 1 << 19
 

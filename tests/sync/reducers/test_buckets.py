@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.sync.buckets import BucketMember, GradientBucket, plan_buckets
+from closeranks.sync.reducers.buckets import BucketMember, GradientBucket, plan_buckets
 
 rows = st.lists(
     st.builds(

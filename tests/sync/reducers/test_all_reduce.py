@@ -7,8 +7,8 @@ from torch import nn
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.allreduce import AllReduceReducer
-from closeranks.sync.held import local_parameters
+from closeranks.sync.reducers.all_reduce import AllReduceReducer
+from closeranks.sync.reducers.local_parameters import local_parameters
 from closeranks.testing import run_world
 
 
