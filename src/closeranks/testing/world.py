@@ -154,7 +154,7 @@ def _server() -> ForkServerContext:
     context = get_context("forkserver")
     runner = ["pytest"] if "pytest" in sys.modules else []
     modules = ("torch._dynamo", "torch.distributed.fsdp", "numpy.random", "numpy.ma", "closeranks.run.worker.entry")
-    context.set_forkserver_preload([*runner, *modules, "closeranks.testing.frozen"])
+    context.set_forkserver_preload([*runner, *modules, "closeranks.testing.forkserver_preload"])
     return context
 
 
