@@ -29,7 +29,7 @@ from closeranks.elastic.faults.disk import SmallDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.observed_run import step_of
-from closeranks.run.job import launch as launching
+from closeranks.run.job import launch
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _FIRST_STEPS = 5
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     orders = read_orders(Path(arguments[0]))
     striker = Striker(orders.plan, Path(orders.strikes), Path(orders.run))
     try:
-        launching.train(Path(orders.job), orders.overrides, orders.num_workers, on_turn=striker)
+        launch.train(Path(orders.job), orders.overrides, orders.num_workers, on_turn=striker)
     except Drained:
         return 0
     finally:

@@ -16,8 +16,8 @@ from closeranks.models.config import LlamaConfig
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze
-from closeranks.parallel.process_group import RankGroup
 from closeranks.parallel.initialization.materialize import materialize
+from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.reducers.all_reduce import AllReduceReducer
 from closeranks.sync.reducers.local_parameters import local_parameters
 

@@ -1,6 +1,6 @@
 """Whoever waits for hosts is told for whom, when that changes and now and then."""
 
-from closeranks.agent.muster import EVERY_S, HostWaitNotice
+from closeranks.agent.job.host_table import EVERY_S, HostWaitNotice
 
 
 def test_it_is_told_at_once_and_again_when_somebody_came_or_time_has_passed() -> None:

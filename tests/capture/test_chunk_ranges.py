@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.capture import chunk_ranges as room
+from closeranks.capture import chunk_ranges
 from closeranks.capture.chunk_ranges import CHUNK_BYTES, WHOLE_BYTES, ChunkRange, HeldPiece, own_chunk_ranges
 from closeranks.core.pieces import Piece
 from closeranks.core.reshard import contiguous_boxes, plan_copies
@@ -107,6 +107,8 @@ def test_a_range_of_a_flat_piece_lies_in_the_same_box() -> None:
 
 def test_who_comes_first_is_the_same_in_every_process() -> None:
     """A golden draw: ``hash`` of a text, which differs between processes, would not keep it."""
-    drawn = [room._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 0, 1000)) for name in ("a", "b")]
-    assert drawn == [room._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 7, 1000)) for name in ("a", "b")]
+    drawn = [chunk_ranges._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 0, 1000)) for name in ("a", "b")]
+    assert drawn == [
+        chunk_ranges._first_holder(HeldPiece("model", Piece.whole(name, (3,)), 4, 7, 1000)) for name in ("a", "b")
+    ]
     assert drawn == [849, 314]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from closeranks.capture import slots as slotting
+from closeranks.capture import slots
 from closeranks.capture.slots import (
     DATA_AT,
     HEADER_BYTES,
@@ -33,8 +33,8 @@ from closeranks.capture.slots import (
 )
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.pieces import Piece
-from closeranks.core.system import failpoints as faults
-from closeranks.elastic import snapshot_writer as keeping
+from closeranks.core.system import failpoints
+from closeranks.elastic import snapshot_writer
 from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
 from closeranks.elastic.snapshot_writer import SnapshotDestinations
 from tests.capture.changes import changed
@@ -191,7 +191,7 @@ def killed_at(label: str, passing: int, boxes: tuple[str, ...], beside: tuple[st
     child = os.fork()
     if not child:
         try:
-            faults._DEATH = (label, passing)
+            failpoints._DEATH = (label, passing)
             keep(boxes, 7, turns=3, beside=beside)
         finally:
             os._exit(0)
@@ -230,7 +230,7 @@ def test_a_kill_between_the_own_slot_and_the_peers_leaves_both_steps_before(plac
 
 
 def test_all_points_of_writing_are_swept() -> None:
-    assert {label for label in faults.FAILPOINTS if label.startswith("slot.")} == {*POINTS, "slot.after_header"}
+    assert {label for label in failpoints.FAILPOINTS if label.startswith("slot.")} == {*POINTS, "slot.after_header"}
 
 
 # Want of memory, and what changes too early
@@ -265,7 +265,9 @@ def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_o
     (box,) = make_boxes(place, 1)
     kept = keep(box, 7)
     held = holdings(8.0)
-    monkeypatch.setattr(keeping, "point", lambda label: held[0].tensor.add_(1.0))  # as if forward changed a weight
+    monkeypatch.setattr(
+        snapshot_writer, "point", lambda label: held[0].tensor.add_(1.0)
+    )  # as if forward changed a weight
     kept.begin(replace(ABOUT, step=8), held, b"{}")
     joined = kept.join()
     assert joined is not None
@@ -338,7 +340,7 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
 ) -> None:
     (box,) = make_boxes(place, 1)
     may_seal = threading.Event()
-    monkeypatch.setattr(slotting, "point", lambda label: may_seal.wait(20.0))
+    monkeypatch.setattr(slots, "point", lambda label: may_seal.wait(20.0))
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings(7.0)
     kept.begin(ABOUT, held, b"{}")
     kept.land()

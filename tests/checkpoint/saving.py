@@ -68,10 +68,10 @@ def source(made: SaveTask, buffer: bytes | bytearray) -> Callable[[int], memoryv
 
 
 def save(made: tuple[SaveTask, bytes], where: SaveSettings) -> list[SaveReport]:
-    from closeranks.checkpoint.save import save_tiers as writing
+    from closeranks.checkpoint.save import save_tiers
 
     reports: list[SaveReport] = []
-    writing.save_to_all_tiers(made[0], source(*made), where, reports.append, lambda: False)
+    save_tiers.save_to_all_tiers(made[0], source(*made), where, reports.append, lambda: False)
     return reports
 
 

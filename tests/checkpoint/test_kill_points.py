@@ -21,7 +21,7 @@ import pytest
 
 from closeranks.checkpoint.load.catalogue import find_checkpoints
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader
-from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save import save_tiers
 from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.core.pieces import Piece
 from closeranks.storage.lease import LeaseTimes
@@ -40,7 +40,7 @@ OF_A_SAVE = """
 import json, os, shutil, sys
 from pathlib import Path
 import closeranks.checkpoint.save.writer_process
-from closeranks.core.system import failpoints as faults
+from closeranks.core.system import failpoints
 from tests.checkpoint import saving
 
 class Any(str):
@@ -171,7 +171,8 @@ def test_a_writer_that_is_killed_is_reported(
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_point_is_reported(fast: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import json, closeranks.checkpoint.save.writer_process as w; print(json.dumps(list(w.point.__globals__['POINTS'])))"
+    code = "import json, closeranks.checkpoint.save.writer_process; from closeranks.core.system.failpoints import FAILPOINTS"
+    code += "; print(json.dumps(list(FAILPOINTS)))"
     labels = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert set(SOME) < set(labels)
     for label in labels:
@@ -222,7 +223,7 @@ def opened(place: str, endpoint: str) -> RemoteStorage:
 
 def save_in_store(place: str, endpoint: str, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "open_storage", lambda place: opened(place, endpoint))
+        patch.setattr(save_tiers, "open_storage", lambda place: opened(place, endpoint))
         reports = save(order(step, values=saving.state(step, 2_000_000)), settings(place))
     assert kinds(reports)[-1] == "committed", reports
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save import save_tiers
 from closeranks.checkpoint.save.save_task import SaveReport
 from closeranks.checkpoint.save.writer_client import WriterClient
 from closeranks.storage.local import LocalStorage
@@ -65,7 +65,7 @@ def disk(folder: Path) -> Iterator[int]:
         os.close(memory)
 
 
-def big(step: int, num_mb: float = 3.0, **changes: object) -> tuple[writing.SaveTask, bytes]:
+def big(step: int, num_mb: float = 3.0, **changes: object) -> tuple[save_tiers.SaveTask, bytes]:
     return order(step, values=saving.state(step, int(num_mb * 125_000)), **changes)
 
 
@@ -103,7 +103,7 @@ def test_a_disk_that_fills_while_it_is_written(tmp_path: Path) -> None:
             return plain(number)
 
         reports: list[SaveReport] = []
-        writing.save_to_all_tiers(made, source, where, reports.append, lambda: False)
+        save_tiers.save_to_all_tiers(made, source, where, reports.append, lambda: False)
         assert "no space is left on the device" in the_failure(reports)
         (place / "somebody else's").unlink()
         assert_loads(place, 1)
@@ -217,7 +217,7 @@ def test_a_connection_that_is_cut(moto: servers.Server, proxied: Standing, tmp_p
 
     where = settings(near, remote=far)
     with proxied(moto.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "open_storage", opened)
+        patch.setattr(save_tiers, "open_storage", opened)
         assert kinds(save(big(1, 16), where), "remote")[-1] == "committed"
         proxy.rules.append(rule)
         reports = save(big(2, 16), where)

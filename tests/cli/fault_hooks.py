@@ -13,7 +13,7 @@ from typing import Any
 from closeranks import Hook, Session
 from closeranks.checkpoint.format.manifest import MANIFEST, part_name
 from closeranks.checkpoint.save.writer_client import WriterClient
-from closeranks.core.system import failpoints as faults
+from closeranks.core.system import failpoints
 from closeranks.core.system.environment import detect_world
 
 PATIENCE_S = 200.0
@@ -48,7 +48,7 @@ class WritersDie(Patient):
     LAST, STOP = 7, 8
 
     def on_start(self, session: Session) -> None:
-        faults._DEATH = None
+        failpoints._DEATH = None
         notes, last_words = session.folder / f"deaths-{session.world.rank}", WriterClient._last_words
 
         def noted(courier: WriterClient) -> str:

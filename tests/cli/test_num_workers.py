@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.cli.main import app
-from closeranks.run.job import launch as launching
+from closeranks.run.job import launch
 from tests.cli.commands import TINY, closeranks
 
 
@@ -27,7 +27,7 @@ def test_workers_where_nobody_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], visible: str, expected: int
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(launching, "_start", lambda work, num_workers: started.append(num_workers))
+    monkeypatch.setattr(launch, "_start", lambda work, num_workers: started.append(num_workers))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(sys, "path", list(sys.path))
     app(["train", TINY, *arguments, f"run.folder={tmp_path}/run"], standalone_mode=False)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from closeranks.agent.job_view import JobView
 from closeranks.core.errors import CloseranksError
-from closeranks.core.system import stdio as streams
+from closeranks.core.system import stdio
 from closeranks.elastic.faults.grammar import parse_faults
 from closeranks.elastic.faults.inject import Injector
-from closeranks.run.job import launch as launching
+from closeranks.run.job import launch
 from closeranks.run.job.job import load_job
 from closeranks.run.job.run_folder import choose_folder
 from closeranks.telemetry.run_log.run_folder import RunFolder
@@ -33,7 +33,7 @@ def drive(path: Path, num_workers: int, faults: str, specials: str, settings: li
             return min((at for at in (injector(view), strikes(view)) if at is not None), default=None)
 
         try:
-            launching.train(path, settings, num_workers, on_turn=on_turn)
+            launch.train(path, settings, num_workers, on_turn=on_turn)
         except CloseranksError as error:
             print(f"closeranks: {error}", file=sys.stderr)
             return error.exit_code
@@ -51,6 +51,6 @@ def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
 
 
 if __name__ == "__main__":
-    streams.ignore_broken_pipes(5.0)  # as the command line does
+    stdio.ignore_broken_pipes(5.0)  # as the command line does
     job, num_workers, faults, specials, *settings = sys.argv[1:]
     sys.exit(drive(Path(job), int(num_workers), faults, specials, settings))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from closeranks.facts.layout import SCHEDULES
 from closeranks.facts.pipeline.programs import PipelineInstruction
 from closeranks.facts.pipeline.stages import stage_placement
-from closeranks.parallel.forwards import forward_only_program
+from closeranks.parallel.pipeline.executor import forward_only_program
 
 
 def run_blocking(rows: tuple[tuple[PipelineInstruction, ...], ...]) -> tuple[set[tuple[int, int]], bool]:

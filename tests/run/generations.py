@@ -16,7 +16,7 @@ import torch
 from closeranks import Hook, Session
 from closeranks.core.events import Event, StepDone
 from closeranks.core.requests import DRAIN, REGROUP, RunRequest
-from closeranks.core.system import failpoints as faults
+from closeranks.core.system import failpoints
 from closeranks.core.system.environment import detect_world, set_world
 from closeranks.elastic.snapshot_paths import SnapshotPaths
 from closeranks.facts.layout import Layout
@@ -122,7 +122,7 @@ def live(case: Case) -> dict[str, Any]:
     for rank, label in case.deaths:
         if rank == world.rank and not label.startswith("step:"):
             name, _, passing = label.partition(":")
-            faults._DEATH = (name, int(passing or 1))
+            failpoints._DEATH = (name, int(passing or 1))
     overseer = Asking(case)
     configure_worker(overseer=overseer, shelf=SnapshotPaths(case.boxes(host), local))
     session = buffered(case, world.rank) if case.is_buffered else told(case, world.rank)

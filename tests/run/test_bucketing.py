@@ -11,7 +11,7 @@ import torch
 
 from closeranks import Hook, Session
 from closeranks.core.events import RunStarted
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import generation_cache
 from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.testing import run_world
 from tests.run.trajectories import Trajectory, alone, trajectory
@@ -42,7 +42,7 @@ class CountBuckets(Hook):
 
 def train(folder: Path, changes: dict[str, Any], handed_on: dict[str, float]) -> Told:
     """With what an agent would hand on."""
-    heirloom.load_payload(handed_on)
+    generation_cache.load_payload(handed_on)
     counter = CountBuckets()
     trained = trajectory(folder, changes, [counter])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -24,7 +24,7 @@ import closeranks.run.worker.entry  # noqa: F401  as a zygote has imported it
 from closeranks.core.system.environment import detect_world
 from closeranks.core.system.linux import num_threads
 from closeranks.run.job.job import load_job
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import generation_cache
 from closeranks.run.worker.agent_client import current_agent_client, current_link
 from closeranks.run.worker.warmup import warm_up
 
@@ -53,8 +53,8 @@ def state() -> dict[str, Any]:
         "files": sorted(str(path) for path in Path.cwd().rglob("*")),
         "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in open_fds()),
         "world": (str(detect_world()), current_link() is None, current_agent_client() is None),
-        "flops": heirloom._Chest.measured_flops,
-        "buckets": heirloom.bucket_mib(),
+        "flops": generation_cache._Chest.measured_flops,
+        "buckets": generation_cache.bucket_mib(),
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 
 
 @pytest.mark.parametrize(
@@ -13,12 +13,12 @@ from closeranks.telemetry import formatting as wording
      (0, "0.0000"), (math.nan, "nan"), (-math.inf, "-inf"), (9.99999, "10.000")],
 )  # fmt: skip
 def test_number(value: float, text: str) -> None:
-    assert wording.number(value) == text
+    assert formatting.number(value) == text
 
 
 @given(st.floats(-1e300, 1e300))
 def test_a_number_is_short_and_close(value: float) -> None:
-    text = wording.number(value)
+    text = formatting.number(value)
     assert len(text) <= 10
     assert math.isclose(float(text), value, rel_tol=0.006, abs_tol=1e-12) or float(text) == pytest.approx(value)
 
@@ -29,12 +29,12 @@ def test_a_number_is_short_and_close(value: float) -> None:
      (3.4567, "3.46"), (0, "0")],
 )  # fmt: skip
 def test_compact(value: float, text: str) -> None:
-    assert wording.compact(value) == text
+    assert formatting.compact(value) == text
 
 
 @given(st.floats(1.0, 9e14))
 def test_compact_says_the_same_number(value: float) -> None:
-    text = wording.compact(value)
+    text = formatting.compact(value)
     units = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     number = float(text[:-1]) * units[text[-1]] if text[-1] in units else float(text)
     assert math.isclose(number, value, rel_tol=0.006)
@@ -45,7 +45,7 @@ def test_compact_says_the_same_number(value: float) -> None:
     [(42, "0:42"), (723, "12:03"), (3723, "1:02:03"), (183_840, "2d 03:04"), (-1, "0:00"), (0.2, "0:01")],
 )
 def test_clock(seconds: float, text: str) -> None:
-    assert wording.clock(seconds) == text
+    assert formatting.clock(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_clock(seconds: float, text: str) -> None:
     [(0.08, "80 ms"), (3.21, "3.2 s"), (31.2, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
 )
 def test_span(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_span(seconds: float, text: str) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.0 MiB"), (512 << 20, "512 MiB"), (1_288_490_188, "1.2 GiB")],
 )
 def test_size(num_bytes: int, text: str) -> None:
-    assert wording.size(num_bytes) == text
+    assert formatting.size(num_bytes) == text
 
 
 def test_units_and_shares() -> None:
-    assert wording.rate(41_200, "token") == "41.2k tok/s"
-    assert wording.rate(812, "sample") == "812 samples/s"
-    assert wording.percent(0.5034) == "50.3%"
-    assert wording.percent(0.00003) == "0.003%"
-    assert wording.metric(0.9612) == "0.961"
-    assert wording.tick(40_000) == "40k"
-    assert wording.brief(5.5) == "5.50"
-    assert wording.brief(123.4) == "123"
+    assert formatting.rate(41_200, "token") == "41.2k tok/s"
+    assert formatting.rate(812, "sample") == "812 samples/s"
+    assert formatting.percent(0.5034) == "50.3%"
+    assert formatting.percent(0.00003) == "0.003%"
+    assert formatting.metric(0.9612) == "0.961"
+    assert formatting.tick(40_000) == "40k"
+    assert formatting.brief(5.5) == "5.50"
+    assert formatting.brief(123.4) == "123"

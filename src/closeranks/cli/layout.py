@@ -126,6 +126,6 @@ def check(
         Literal["both", "float64", "float32"], typer.Option(help="Compare in both, or in one of them alone.")
     ] = "both",
 ) -> None:
-    from closeranks.cli import layout_check as checking
+    from closeranks.cli import layout_check
 
-    checking.check_layout(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)
+    layout_check.check_layout(job, words or [], ["float64", "float32"] if precision == "both" else [precision], steps)

@@ -24,8 +24,7 @@ from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.core.system.environment import num_gpus
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.mesh import tensor_axis_warning
-from closeranks.plan import layout_text as listing
-from closeranks.plan import mesh_text
+from closeranks.plan import layout_text, mesh_text
 from closeranks.plan.layouts import (
     LayoutCost,
     LayoutCostModel,
@@ -59,39 +58,39 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
     job = _load(path, overrides)
     num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
     subject = describe_job(job)
-    own = listing.canonical_layout(layout_for(job, num_ranks))
+    own = layout_text.canonical_layout(layout_for(job, num_ranks))
     found = filter_legal(_enumerated(job, num_ranks, wish, own), subject.constraints)
     costing = LayoutCostModel(subject)
     costs = sorted((costing.cost(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
     fitting = [cost for cost in costs if not wish.fits_gib or cost.fullest.total_bytes <= wish.fits_gib * _GIB]
     fewest = _fewest(job, subject, costing, wish) if wish.fits_gib else None
     if as_json:
-        rows = [listing.as_json(cost, is_job=cost.layout == own) for cost in fitting]
+        rows = [layout_text.as_json(cost, is_job=cost.layout == own) for cost in fitting]
         refused = [{"axis": entry.axis, "count": entry.count, "example": entry.example.what} for entry in found.refused]
         least = {"fewest_workers": fewest.layout.num_ranks if fewest else None} if wish.fits_gib else {}
         print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused, **least}, indent=1))
         return
     console = _console()
     if not costs:
-        console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{listing.refused_text(found)}")
+        console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{layout_text.refused_text(found)}")
         return
     shown = fitting[: wish.limit or None]
     if not any(cost.layout == own for cost in shown):
         shown += [cost for cost in costs if cost.layout == own]
-    scale = listing.byte_unit_for(shown)
+    scale = layout_text.byte_unit_for(shown)
     count = f"{len(costs)} legal layout{'' if len(costs) == 1 else 's'}"
     console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
     console.print(_table(shown, scale, own, console.width, knows_activations=subject.llama is not None))
-    is_brief = console.width < listing.NARROW
+    is_brief = console.width < layout_text.NARROW
     if not fitting:
-        console.print(f"\n{listing.does_not_fit_text(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
+        console.print(f"\n{layout_text.does_not_fit_text(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
     if wish.fits_gib:
         again = shlex.join(["closeranks", "layout", "ls", str(path), *overrides])
         console.print(
-            f"\n{listing.fewest_workers_text(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal
+            f"\n{layout_text.fewest_workers_text(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal
         )
-    remarks = (_closing(costs, fitting, shown, own, wish), listing.refused_text(found))
-    meaning = listing.legend(knows_activations=subject.llama is not None, is_brief=is_brief)
+    remarks = (_closing(costs, fitting, shown, own, wish), layout_text.refused_text(found))
+    meaning = layout_text.legend(knows_activations=subject.llama is not None, is_brief=is_brief)
     for sentence in (*remarks, meaning):
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
 
@@ -100,7 +99,7 @@ def _fewest(job: Job, subject: PlanningJob, costing: LayoutCostModel, wish: Layo
     """The least-byte layout of the fewest workers, of ``listing.WORKERS``, on which one fits."""
     limit = wish.fits_gib * _GIB
     state = costing.cost(Layout()).fullest.state
-    for num_ranks in listing.WORKERS:
+    for num_ranks in layout_text.WORKERS:
         if (state.parameters + state.gradients + state.optimizer) / num_ranks > limit:
             continue  # not even if all of it were split evenly
         legal = filter_legal(_enumerated(job, num_ranks, wish, Layout()), subject.constraints).legal
@@ -144,10 +143,12 @@ def _order(cost: LayoutCost, sort: str) -> tuple[int, int, str]:
 
 
 def _table(
-    costs: Sequence[LayoutCost], scale: listing.ByteUnit, own: Layout, width: int, *, knows_activations: bool
+    costs: Sequence[LayoutCost], scale: layout_text.ByteUnit, own: Layout, width: int, *, knows_activations: bool
 ) -> Table:
-    is_narrow = width < listing.NARROW
-    make, names = (listing.brief_table_row, listing.BRIEF) if is_narrow else (listing.table_row, listing.COLUMNS)
+    is_narrow = width < layout_text.NARROW
+    make, names = (
+        (layout_text.brief_table_row, layout_text.BRIEF) if is_narrow else (layout_text.table_row, layout_text.COLUMNS)
+    )
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for number, name in enumerate(names):
@@ -199,9 +200,9 @@ def show_layout(
         with drawing(picture):
             draw_layout(cost, picture)
     if as_json:
-        ranks = {"num_ranks": num_ranks, "ranks": listing.ranks_as_json(cost)}
+        ranks = {"num_ranks": num_ranks, "ranks": layout_text.ranks_as_json(cost)}
         copies = {"host_copies_bytes": snapshot_bytes_per_rank(job, cost, per_host)}
-        print(json.dumps({**listing.as_json(cost, is_job=not text), **ranks, **copies}, indent=1))
+        print(json.dumps({**layout_text.as_json(cost, is_job=not text), **ranks, **copies}, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
     for line in _description(cost, subject, snapshot_memory_line(job, cost, per_host)):
@@ -241,7 +242,7 @@ def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
 def _description(cost: LayoutCost, subject: PlanningJob, copies: str) -> list[str]:
     layout, knows = cost.layout, subject.llama is not None
     micro = f"{cost.num_micro} micro-batch{'' if cost.num_micro == 1 else 'es'} a step on each data rank"
-    scale = listing.byte_unit_for([cost])
+    scale = layout_text.byte_unit_for([cost])
     parts = [
         [f"{layout} on {layout.num_ranks} rank{'' if layout.num_ranks == 1 else 's'}, {micro}"],
         list(mesh_text.mesh_lines(cost)),

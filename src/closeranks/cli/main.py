@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import typer
 
 from closeranks import __version__
-from closeranks.cli import agent, config, drill, layout, report, run, sample, status, train
-from closeranks.cli import compare as compare
+from closeranks.cli import agent, compare, config, drill, layout, report, run, sample, status, train
 from closeranks.cli.ckpt import commands as ckpt
 from closeranks.cli.data import commands as data
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 from closeranks.core.printable import printable
-from closeranks.core.system import stdio as streams
+from closeranks.core.system import stdio
 
 _TOUR = """Train PyTorch models on one process or on many.
 
@@ -93,17 +92,17 @@ def ignores_closed_output(words: Sequence[str]) -> bool:
 
 def main() -> None:
     if ignores_closed_output(sys.argv[1:]):
-        streams.ignore_broken_pipes(_PATIENCE_S)
+        stdio.ignore_broken_pipes(_PATIENCE_S)
     else:
-        streams.install_streams(("stderr",), required=False)
-        streams.install_streams(("stdout",), required=True)
+        stdio.install_streams(("stderr",), required=False)
+        stdio.install_streams(("stdout",), required=True)
     try:
         try:
             _answer()
         finally:
             sys.stdout.flush()  # here, where it can be answered, rather than while the interpreter ends
     except BrokenPipeError:
-        sys.exit(streams.READER_GONE)
+        sys.exit(stdio.READER_GONE)
     except CloseranksError as error:
         typer.echo(printable(f"closeranks: {error}"), err=True)
         sys.exit(error.exit_code)
@@ -114,7 +113,7 @@ def _answer() -> None:
         app()
     except SystemExit as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # as click and rich put it; 1 would mean a finding
-            sys.exit(streams.READER_GONE)
+            sys.exit(stdio.READER_GONE)
         if leave.code == Interrupted.exit_code and _is_interrupted(leave):
             typer.echo("closeranks: interrupted", err=True)
         was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun

@@ -28,6 +28,6 @@ def run(
     script: Annotated[Path, typer.Argument(help="Your script.", metavar="SCRIPT.py")],
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
 ) -> None:
-    from closeranks.run.job import launch as launching
+    from closeranks.run.job import launch
 
-    launching.run_script(script, context.args, num_workers)
+    launch.run_script(script, context.args, num_workers)

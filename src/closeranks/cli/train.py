@@ -42,12 +42,12 @@ def train(
     token_file: Annotated[Path | None, typer.Option(help="The token that other hosts must show.")] = None,
     faults: Annotated[str, typer.Option(help='Strike workers of this host on purpose: "kill(rank=1, step=40)".')] = "",
 ) -> None:
-    from closeranks.run.job import launch as launching
+    from closeranks.run.job import launch
 
     changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
-    party = launching.JobHosts(*launching.parse_hosts(hosts), listen, token_file)
+    party = launch.JobHosts(*launch.parse_hosts(hosts), listen, token_file)
     if not faults.strip():
-        launching.train(job, changes, num_workers, party=party)
+        launch.train(job, changes, num_workers, party=party)
         return
     from closeranks.lab.drills.drill import train_with_faults
 

@@ -120,7 +120,8 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
         )
     for curve, place in zip(curves, _label_places(curves), strict=True):
         axes.annotate(
-            f"{curve.name}\n{format_duration(curve.best_s)}: {_percent(curve.best_waste)}", (curve.best_s, curve.best_waste),
+            f"{curve.name}\n{format_duration(curve.best_s)}: {_percent(curve.best_waste)}",
+            (curve.best_s, curve.best_waste),
             xytext=place, textcoords="offset points", ha="center", va="center", fontsize=9.5, color=curve.color,
             fontweight="bold", linespacing=1.35, zorder=6,
             bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from closeranks.facts.checkpoint_policy.save_interval import lost_s
-from closeranks.facts.durations import format_duration
+from closeranks.facts.durations import format_duration as duration
 from closeranks.plan.policy import LOCAL, NOTICES_S, STORE, CheckpointPolicy, checkpoint_table
 
 Rows = list[tuple[str, ...]]
@@ -19,13 +19,15 @@ _FOR_EVER_S = 1e10
 
 def headline(policy: CheckpointPolicy, num_measured: int = 0) -> str:
     situation = policy.situation
-    job = f"{format_duration(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
+    job = (
+        f"{duration(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
+    )
     source = f"measured in {num_measured} saves" if num_measured else "assumed"
     return (
-        f"{job}, a failure every {format_duration(situation.mtbf_s)}: save every {format_duration(policy.nesting.period_s)}; "
+        f"{job}, a failure every {duration(situation.mtbf_s)}: save every {duration(policy.nesting.period_s)}; "
         f"{percent(policy.waste)} of the time is lost.\n"
-        f"A save ({size(situation.state_bytes)}) stalls training for {format_duration(situation.stall_s)} and counts after "
-        f"{format_duration(situation.durable_s)} ({source}); starting again takes {format_duration(situation.restart_s)}."
+        f"A save ({size(situation.state_bytes)}) stalls training for {duration(situation.stall_s)} and counts after "
+        f"{duration(situation.durable_s)} ({source}); starting again takes {duration(situation.restart_s)}."
     )
 
 
@@ -37,8 +39,8 @@ def level_rows(policy: CheckpointPolicy) -> Rows:
         level = place.level
         rows.append(
             (
-                level.name, format_duration(place.period_s), format_duration(level.durable_s), format_duration(level.mtbf_s),
-                format_duration(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
+                level.name, duration(place.period_s), duration(level.durable_s), duration(level.mtbf_s),
+                duration(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
                 size(stored.kept_bytes), f"${stored.cost:.2f}" if stored.cost or level.name != LOCAL else "-",
             )
         )  # fmt: skip
@@ -61,7 +63,7 @@ def _habits(policy: CheckpointPolicy) -> Rows:
         takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "for ever"
         rows.append(
             (
-                habit.name, format_duration(habit.period_s) if is_saving else "-", percent(habit.waste), format_duration(habit.lost_s), takes,
+                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste), duration(habit.lost_s), takes,
                 f"{habit.num_saves:,.0f}",
             )
         )  # fmt: skip
@@ -74,8 +76,8 @@ def _crowds(policy: CheckpointPolicy) -> Rows:
         mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
         rows.append(
             (
-                f"{crowd.num_jobs}{mark}", format_duration(crowd.period_s), percent(crowd.load), format_duration(crowd.random_s),
-                percent(crowd.waste), format_duration(crowd.aligned_s), percent(crowd.aligned_waste),
+                f"{crowd.num_jobs}{mark}", duration(crowd.period_s), percent(crowd.load), duration(crowd.random_s),
+                percent(crowd.waste), duration(crowd.aligned_s), percent(crowd.aligned_waste),
             )
         )  # fmt: skip
     return rows
@@ -92,7 +94,7 @@ def _ages(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("age", "danger", "save every")]
     for age in policy.ages:
         hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
-        rows.append((hours, f"{age.danger:.2g} x", format_duration(age.period_s)))
+        rows.append((hours, f"{age.danger:.2g} x", duration(age.period_s)))
     return rows
 
 
@@ -120,9 +122,9 @@ def _notice(policy: CheckpointPolicy) -> str:
     last_s = policy.nesting.placed[-1].level.durable_s
     place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
     fits = [notice_s for notice_s in NOTICES_S if last_s <= notice_s]
-    said = " and ".join(format_duration(notice_s) for notice_s in (fits or NOTICES_S))
+    said = " and ".join(duration(notice_s) for notice_s in (fits or NOTICES_S))
     verdict = f"within a notice of {said}" if fits else f"too late for a notice of {said}"
-    return f"A last save on SIGTERM is {place} after {format_duration(last_s)}: {verdict}."
+    return f"A last save on SIGTERM is {place} after {duration(last_s)}: {verdict}."
 
 
 def percent(part: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 
 _LARGEST_SHOWN = 4
 
@@ -45,7 +45,7 @@ class MemoryUse:
 
 def explain(use: MemoryUse) -> str:
     """A message for the person whose run ran out of memory: what took it, the largest tensors, what to change."""
-    rows = [f"{_headline(use)} This process held {wording.size(use.in_use_bytes)} of it:"]
+    rows = [f"{_headline(use)} This process held {formatting.size(use.in_use_bytes)} of it:"]
     parts = (
         ("parameters", use.parameters_bytes),
         ("gradients", use.gradients_bytes),
@@ -53,17 +53,17 @@ def explain(use: MemoryUse) -> str:
         ("activations, buffers, other", use.rest_bytes),
     )
     width = max(len(label) for label, _ in parts)
-    rows += [f"  {label:<{width}}  {wording.size(num_bytes):>9}" for label, num_bytes in parts]
+    rows += [f"  {label:<{width}}  {formatting.size(num_bytes):>9}" for label, num_bytes in parts]
     largest = sorted(use.largest, key=lambda tensor: -tensor.bytes)[:_LARGEST_SHOWN]
     if largest:
-        named = ", ".join(f"{tensor.name} ({wording.size(tensor.bytes)})" for tensor in largest)
+        named = ", ".join(f"{tensor.name} ({formatting.size(tensor.bytes)})" for tensor in largest)
         rows.append(f"Largest parameters: {named}.")
     return "\n".join([*rows, "To fit, most effective first:", *(f"  - {change}" for change in advice(use))])
 
 
 def _headline(use: MemoryUse) -> str:
-    total = f" ({wording.size(use.total_bytes)} in all)" if use.total_bytes else ""
-    wanted = f" when {wording.size(use.requested_bytes)} more was asked for" if use.requested_bytes else ""
+    total = f" ({formatting.size(use.total_bytes)} in all)" if use.total_bytes else ""
+    wanted = f" when {formatting.size(use.requested_bytes)} more was asked for" if use.requested_bytes else ""
     return f"{use.device} ran out of memory{total}{wanted}."
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from closeranks.agent.host.rescue import rescue_snapshots
 from closeranks.agent.host.snapshot_memory import SnapshotMemory
-from closeranks.core.system import fallback_folders as refuges
+from closeranks.core.system import fallback_folders
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def boxes() -> Iterator[SnapshotMemory]:
 def spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only other place."""
     (tmp_path / "spare").mkdir()
-    monkeypatch.setattr(refuges, "bases", lambda: ("/nowhere", str(tmp_path / "spare")))
+    monkeypatch.setattr(fallback_folders, "bases", lambda: ("/nowhere", str(tmp_path / "spare")))
     return tmp_path / "spare"
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.agent.control.backoff import Backoff
 from closeranks.agent.transport.address import Address, listen_on, parse_address, parse_listen
+from closeranks.agent.transport.client import Backoff
 from closeranks.agent.transport.dns_lookup import SocketAddress, decode_answer, numeric_addresses
 from closeranks.agent.transport.refusal_log import RefusalLog
 from closeranks.agent.transport.server import most_crowded

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from closeranks.checkpoint.format import data_file as datafile
+from closeranks.checkpoint.format import data_file
 from closeranks.checkpoint.format.data_file import ChunkSource, SaveError
 from closeranks.checkpoint.format.digests import blake3_hex, crc32c, layout_independent_digest
 from closeranks.checkpoint.format.manifest import Chunk, DataFile
@@ -39,10 +39,10 @@ def some() -> tuple[dict[int, Chunk], ChunkSource]:
 
 def write(
     folder: Path, known: tuple[int, ...] = ()
-) -> tuple[DataFile, datafile.DataFilePlan, dict[int, datafile.ChunkDigests]]:
+) -> tuple[DataFile, data_file.DataFilePlan, dict[int, data_file.ChunkDigests]]:
     chunks, source = some()
-    digests = {number: datafile.ChunkDigests("known", 1) for number in known}
-    return datafile.write_data_file(LocalStorage(folder), "s/data.safetensors", chunks, source, digests, lambda: None)
+    digests = {number: data_file.ChunkDigests("known", 1) for number in known}
+    return data_file.write_data_file(LocalStorage(folder), "s/data.safetensors", chunks, source, digests, lambda: None)
 
 
 def test_any_tool_opens_it(tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ def test_any_tool_opens_it(tmp_path: Path) -> None:
 def test_every_chunk_is_hashed_but_known_ones(tmp_path: Path) -> None:
     chunks, source = some()
     _, _, digests = write(tmp_path, known=(1, 5))
-    assert digests[1] == digests[5] == datafile.ChunkDigests("known", 1)
+    assert digests[1] == digests[5] == data_file.ChunkDigests("known", 1)
     for number in (0, 2, 3, 4):
         data = source(number)
         share = layout_independent_digest(data, chunks[number].dtype, chunks[number].piece)
-        assert digests[number] == datafile.ChunkDigests(blake3_hex(data), share)
+        assert digests[number] == data_file.ChunkDigests(blake3_hex(data), share)
 
 
 @pytest.mark.parametrize("known", [(), (0, 1, 2, 3, 4, 5)])
@@ -75,9 +75,9 @@ def test_memory_that_changed_is_found_and_nothing_stays(tmp_path: Path, number: 
     chunks, source = some()
     wrong = bytearray(source(number))
     wrong[-1] ^= 1
-    digests = {one: datafile.ChunkDigests("", 0) for one in known}
+    digests = {one: data_file.ChunkDigests("", 0) for one in known}
     with pytest.raises(SaveError, match=f"memory changed between copy and write: model/{chunks[number].key} is not"):
-        datafile.write_data_file(
+        data_file.write_data_file(
             *(LocalStorage(tmp_path), "s/data", chunks),
             lambda one: memoryview(wrong) if one == number else source(one),
             *(digests, lambda: None),
@@ -95,7 +95,7 @@ def test_a_save_can_be_given_up_between_chunks(tmp_path: Path) -> None:
             raise SaveError("enough")
 
     with pytest.raises(SaveError, match="enough"):
-        datafile.write_data_file(LocalStorage(tmp_path), "s/data", chunks, source, {}, breathe)
+        data_file.write_data_file(LocalStorage(tmp_path), "s/data", chunks, source, {}, breathe)
     assert list((tmp_path / "s").iterdir()) == []
 
 
@@ -104,19 +104,19 @@ def test_every_flipped_bit_is_found_when_read_back(tmp_path: Path) -> None:
     file, plan, _ = write(tmp_path)
     path, storage = tmp_path / "s/data.safetensors", LocalStorage(tmp_path)
     good = path.read_bytes()
-    datafile.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
+    data_file.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
     for place in (0, 9, file.header_bytes - 1, *plan.offsets[:3], file.num_bytes - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
         with pytest.raises(SaveError, match="came back from the medium with other bytes"):
-            datafile.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
+            data_file.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
     for cut, word in ((good[:-1], "short"), (good + b"\0", "longer")):
         path.write_bytes(cut)
         with pytest.raises(SaveError, match=word):
-            datafile.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
+            data_file.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
 
 
 def test_chunks_may_be_larger_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datafile, "_READ_BYTES", 5)
+    monkeypatch.setattr(data_file, "_READ_BYTES", 5)
     chunks, _ = some()
     file, _, _ = write(tmp_path)
-    datafile.read_back(LocalStorage(tmp_path), "s/data.safetensors", file, chunks.values(), lambda: None)
+    data_file.read_back(LocalStorage(tmp_path), "s/data.safetensors", file, chunks.values(), lambda: None)

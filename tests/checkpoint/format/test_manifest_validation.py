@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.checkpoint.format import manifest_validation as soundness
+from closeranks.checkpoint.format import manifest_validation
 from closeranks.checkpoint.format.manifest import CheckpointManifest, ChunkLocation, encode_manifest
 from closeranks.checkpoint.format.manifest_validation import coverage_gap, read_manifest, validate_manifest
 from closeranks.core.errors import CheckpointError
@@ -136,17 +136,17 @@ def test_a_sealed_lie_is_refused(manifest: CheckpointManifest, lie: str) -> None
 def test_two_tensors_under_one_name_are_refused(manifest: CheckpointManifest) -> None:
     """The writer's encoding cannot say so; another writer's could."""
     data = encode_manifest(manifest)
-    body = soundness.decode_manifest(data, "here")
+    body = manifest_validation.decode_manifest(data, "here")
     first = body.entries[0]
     shape = (*first.chunk.piece.shape, 1)
     forged = piece(shape=shape, start=(0,) * len(shape), size=(*first.chunk.piece.size, 1))(first)
     with pytest.raises(ValueError, match="two types or shapes"):
-        soundness._check_tensors(replace(body, entries=(forged, *body.entries[1:])))
+        manifest_validation._check_tensors(replace(body, entries=(forged, *body.entries[1:])))
 
 
 def test_a_document_that_is_absurdly_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     making.write(tmp_path, 40, a_state())
-    monkeypatch.setattr(soundness, "DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(manifest_validation, "DOCUMENT_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"no document has .* bytes"):
         read_manifest(LocalStorage(tmp_path), "step-00000040")
 

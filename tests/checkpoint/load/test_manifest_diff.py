@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from closeranks.checkpoint.load import value_diff as values
+from closeranks.checkpoint.load import value_diff
 from closeranks.checkpoint.load.manifest_diff import diff_manifests, tree_differences
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader
 from closeranks.checkpoint.load.value_diff import LargestDifference, largest_difference
@@ -68,7 +68,7 @@ def largest(root: Path, a: torch.Tensor, b: torch.Tensor) -> LargestDifference:
 
 
 def test_the_largest_difference_over_several_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_RANGE", 7)
+    monkeypatch.setattr(value_diff, "_RANGE", 7)
     a = torch.arange(1.0, 41.0).reshape(8, 5)
     b = a.clone()
     b[0, 1], b[7, 3] = 1.0, 42.0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint.format.manifest import ChunkLocation
-from closeranks.checkpoint.load import resharding_reader as reading
+from closeranks.checkpoint.load import resharding_reader
 from closeranks.checkpoint.load.catalogue import find_checkpoints
 from closeranks.checkpoint.load.chunk_reader import ChunkReader
 from closeranks.checkpoint.load.resharding_reader import CheckpointReader, contiguous_offset, open_newest
@@ -160,7 +160,7 @@ def test_neighbours_share_a_chunk_that_was_checked(tmp_path: Path, monkeypatch: 
     for index in range(8):
         reader.read("model", "x", Piece.whole("x", (8, 4)).shard(0, index, 8))
     assert len(fetched) == 1
-    monkeypatch.setattr(reading, "_KEPT_BYTES", 64)
+    monkeypatch.setattr(resharding_reader, "_KEPT_BYTES", 64)
     reader = opened(tmp_path)
     for index in range(2):
         reader.read("model", "x", Piece.whole("x", (8, 4)).shard(0, index, 8))

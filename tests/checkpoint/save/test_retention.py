@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.checkpoint.format.manifest import MANIFEST, folder_name
-from closeranks.checkpoint.save import retention as collecting
-from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save import retention, save_tiers
 from closeranks.checkpoint.save.retention import (
     CheckpointFiles,
     CheckpointFolder,
@@ -223,7 +222,7 @@ class World:
 def in_memory() -> Iterator[dict[str, MemoryStorage]]:
     found: dict[str, MemoryStorage] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "_opened", lambda place: found[place])
+        patch.setattr(save_tiers, "_opened", lambda place: found[place])
         yield found
 
 
@@ -246,5 +245,5 @@ def test_whatever_is_saved_pruned_and_killed_every_checkpoint_stays_loadable(
         world.save({**sound, "is_rank_1_missing": False, "metric": None})
         world.check()
     with world.storage.lock("prune"):
-        collecting.apply_retention(world.storage, RetentionPolicy(2), folder_name(world.step))
+        retention.apply_retention(world.storage, RetentionPolicy(2), folder_name(world.step))
     assert len(world.storage.names()) == 3, "two checkpoints and latest: nothing is left of what failed"

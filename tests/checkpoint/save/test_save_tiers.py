@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.checkpoint.format.manifest import folder_name
-from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save import save_tiers
 from closeranks.checkpoint.save.save_task import SaveReport
 from closeranks.storage.local import LocalStorage
 from closeranks.storage.protocol import Bytes, DeniedError, StorageError
@@ -143,7 +143,7 @@ class Liar(LocalStorage):
 def test_a_file_that_does_not_come_back_whole_never_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     monkeypatch.setattr(
-        writing, "open_storage", lambda place: (Liar if place == str(near) else LocalStorage)(Path(place))
+        save_tiers, "open_storage", lambda place: (Liar if place == str(near) else LocalStorage)(Path(place))
     )
     reports = save(order(1), settings(near, remote=str(far)))
     assert kinds(reports) == ["written", "failed", "released"]
@@ -172,7 +172,7 @@ def test_a_superseded_save_is_given_up(tmp_path: Path) -> None:
         asked.append(1)
         return len(asked) > 12  # past its own data: it waits for rank 1
 
-    writing.save_to_all_tiers(made, saving.source(made, buffer), settings(tmp_path), reports.append, is_superseded)
+    save_tiers.save_to_all_tiers(made, saving.source(made, buffer), settings(tmp_path), reports.append, is_superseded)
     assert kinds(reports) == ["written", "released", "failed"]
     assert "a later save was ordered" in reports[-1].what
     assert kinds(save(order(2), settings(tmp_path)))[-1] == "committed"
@@ -240,7 +240,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place that fails."""
     place = tmp_path / "broken"
     kinds_of = {str(place): Broken}
-    monkeypatch.setattr(writing, "open_storage", lambda at: kinds_of.get(at, LocalStorage)(Path(at)))
+    monkeypatch.setattr(save_tiers, "open_storage", lambda at: kinds_of.get(at, LocalStorage)(Path(at)))
     monkeypatch.setattr(Broken, "is_broken", staticmethod(lambda act, name: False))
     return place
 
@@ -326,7 +326,7 @@ def test_a_part_that_cannot_be_published_feeds_the_second_place_from_its_file(
         if one.kind == "released":
             buffer[:] = bytes(len(buffer))  # the trainer copies the next state
 
-    writing.save_to_all_tiers(
+    save_tiers.save_to_all_tiers(
         made, saving.source(made, buffer), settings(broken, remote=str(far)), report, lambda: False
     )
     assert kinds(reports) == ["written", "released", "failed"]
@@ -336,18 +336,18 @@ def test_a_part_that_cannot_be_published_feeds_the_second_place_from_its_file(
 
 def test_a_rank_that_gives_up_tells_rank_0_in_every_place(tmp_path: Path) -> None:
     where = settings(tmp_path / "near", remote=str(tmp_path / "far"), timeout_s=600.0)
-    writing.publish_failure(replace(order(1, 1, 2)[0], chunks=()), where, "its memory is busy")
+    save_tiers.publish_failure(replace(order(1, 1, 2)[0], chunks=()), where, "its memory is busy")
     reports = save(order(1, 0, 2), where)
     failed = [report for report in reports if report.kind == "failed"]
     assert [report.tier for report in failed] == ["primary", "remote"]
     assert all("rank 1 could not save: its memory is busy" in report.what for report in failed)
-    writing.publish_failure(order(2, 1, 2, to_remote=False)[0], where, "its memory is busy")
+    save_tiers.publish_failure(order(2, 1, 2, to_remote=False)[0], where, "its memory is busy")
     assert not (tmp_path / "far/step-00000002").exists()
-    writing.publish_failure(order(3, 0, 2)[0], where, "nobody waits for rank 0")
+    save_tiers.publish_failure(order(3, 0, 2)[0], where, "nobody waits for rank 0")
     assert not (tmp_path / "near/step-00000003").exists()
 
 
 def test_telling_of_a_failure_never_raises(tmp_path: Path) -> None:
     (tmp_path / "near").write_text("a file where a folder should be")
     where = settings(tmp_path / "near", remote="nonsense://place")
-    writing.publish_failure(order(1, 1, 2)[0], where, "its memory is busy")
+    save_tiers.publish_failure(order(1, 1, 2)[0], where, "its memory is busy")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.save import writer_messages as wire
+from closeranks.checkpoint.save import writer_messages
 from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, encode_report
 from closeranks.checkpoint.save.writer_client import PendingSave, WriterClient
 from tests.checkpoint.saving import assert_loads, kinds, memfd, order, settings
@@ -50,15 +50,17 @@ def test_messages_arrive_whole_with_their_descriptor() -> None:
     one, other = socket.socketpair()
     long = {"text": "é" * 300_000}
     with one, other, memfd(b"bytes") as fd:
-        sender = threading.Thread(target=lambda: [wire.send(one, long, fd), wire.send(one, {"n": 1}), one.close()])
+        sender = threading.Thread(
+            target=lambda: [writer_messages.send(one, long, fd), writer_messages.send(one, {"n": 1}), one.close()]
+        )
         sender.start()
-        first, second = wire.receive(other), wire.receive(other)
-        assert (first.body, second) == (long, wire.WriterMessage({"n": 1}, None))
+        first, second = writer_messages.receive(other), writer_messages.receive(other)
+        assert (first.body, second) == (long, writer_messages.WriterMessage({"n": 1}, None))
         assert first.fd is not None
         assert os.pread(first.fd, 10, 0) == b"bytes"
         os.close(first.fd)
         with pytest.raises(EOFError):
-            wire.receive(other)
+            writer_messages.receive(other)
         sender.join()
 
 
@@ -68,7 +70,7 @@ def test_a_message_cut_short_is_the_end() -> None:
         with one:
             one.sendall((100).to_bytes(4, "little") + b"{}")
         with pytest.raises(EOFError):
-            wire.receive(other)
+            writer_messages.receive(other)
 
 
 def test_saves_follow_one_another(tmp_path: Path) -> None:
@@ -176,15 +178,17 @@ def test_a_lane_at_work_does_not_hide_one_that_is_stuck(tmp_path: Path) -> None:
     def silent_s() -> list[int]:
         return [round(time.monotonic() - flight.heard_at) for flight in one._flights.values()]
 
-    one._hear(wire.WriterMessage({"beat": "token-1"}, None))
+    one._hear(writer_messages.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 0, 0], "those in the queue wait for the one at work"
-    one._hear(wire.WriterMessage({"passed": "token-1"}, None))
+    one._hear(writer_messages.WriterMessage({"passed": "token-1"}, None))
     for flight in one._flights.values():
         flight.heard_at = now - 4.0
-    one._hear(wire.WriterMessage({"beat": "token-1"}, None))
+    one._hear(writer_messages.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 4, 4]
-    one._hear(wire.WriterMessage({"report": encode_report(SaveReport("written", "token-1", 1, "remote"))}, None))
-    one._hear(wire.WriterMessage({"done": "token-1"}, None))
+    one._hear(
+        writer_messages.WriterMessage({"report": encode_report(SaveReport("written", "token-1", 1, "remote"))}, None)
+    )
+    one._hear(writer_messages.WriterMessage({"done": "token-1"}, None))
     assert silent_s() == [4, 4]
     for flight in one._flights.values():
         flight.heard_at = now - 6.0

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.checkpoint.save import save_tiers as writing
-from closeranks.checkpoint.save import writer_messages as wire
-from closeranks.checkpoint.save import writer_process as writer
+from closeranks.checkpoint.save import save_tiers, writer_messages, writer_process
 from closeranks.checkpoint.save.save_task import SaveReport, decode_report, encode_save_task
 from closeranks.storage.local import LocalStorage
 from tests.checkpoint import saving
@@ -38,7 +36,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Gate.opened.clear()
     Gate.reached.clear()
     monkeypatch.setattr(
-        writing, "open_storage", lambda place: (Gate if place == str(path) else LocalStorage)(Path(place))
+        save_tiers, "open_storage", lambda place: (Gate if place == str(path) else LocalStorage)(Path(place))
     )
     yield path
     Gate.opened.set()
@@ -47,22 +45,22 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Trainer:
     """Speaks to a writer that runs in threads of this process."""
 
-    def __init__(self, where: writing.SaveSettings) -> None:
+    def __init__(self, where: save_tiers.SaveSettings) -> None:
         self.mine, theirs = socket.socketpair()
-        self.thread = threading.Thread(target=writer.WriterProcess(theirs, where).run)
+        self.thread = threading.Thread(target=writer_process.WriterProcess(theirs, where).run)
         self.thread.start()
         self.theirs = theirs
 
     def send(self, step: int, rank: int = 0, num_ranks: int = 1) -> None:
         made, buffer = order(step, rank, num_ranks)
         with memfd(buffer) as fd:
-            wire.send(self.mine, encode_save_task(made), fd)
+            writer_messages.send(self.mine, encode_save_task(made), fd)
 
     def hear(self, until: str) -> list[SaveReport]:
         """Reports up to the one that reads ``tier.kind.step``, or to ``done.step``."""
         heard: list[SaveReport] = []
         while True:
-            body = wire.receive(self.mine).body
+            body = writer_messages.receive(self.mine).body
             if "done" in body and until == f"done.{body['done'].partition('-')[2]}":
                 return heard
             if "report" in body:

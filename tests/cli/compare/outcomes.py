@@ -16,11 +16,11 @@ def runs(
 ) -> list[ComparisonRunOutcome]:
     """One run for each time; the final losses differ by seed."""
     finals = finals or tuple(1.9 + 0.1 * seed for seed in range(len(to_target)))
+    settings = {"num_workers": 2, "state": FINISHED, "seconds": 100.0, "steps_per_s": 2.0, **more}
     return [
-        ComparisonRunOutcome(setting, seed, 0, **{"num_workers": 2, "state": FINISHED, "seconds": 100.0, "steps_per_s": 2.0, **more},
-                seconds_to_target=at_s, final_loss=final)
+        ComparisonRunOutcome(setting, seed, 0, **settings, seconds_to_target=at_s, final_loss=final)
         for seed, (at_s, final) in enumerate(zip(to_target, finals, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def compared(

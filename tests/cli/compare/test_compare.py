@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from closeranks.core.events import RunStarted
-from closeranks.lab.compare import namespaces as network
+from closeranks.lab.compare import namespaces
 from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import Done, closeranks, marked_processes, started, wait_for_line
 from tests.cli.compare.jobs import HEAD, TWO, write
@@ -68,7 +68,7 @@ def test_a_comparison_from_its_file_to_its_recommendation(tmp_path: Path) -> Non
 
 def _check_bytes(two: dict[str, Any], one: dict[str, Any], cwd: Path) -> None:
     """Two ranks send each other the gradients once there and once back: 2 (n-1)/n of them, each."""
-    if network.unavailable_reason(shaped=False):
+    if namespaces.unavailable_reason(shaped=False):
         assert two["bytes_per_step"] is None
         return
     assert two["bytes_per_step"] == pytest.approx(2 * 4 * num_params(cwd / two["folder"]), rel=0.1)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.errors import SetupError
-from closeranks.lab.compare import namespaces as network
-from closeranks.lab.compare import runner as running
+from closeranks.lab.compare import namespaces, runner
 from closeranks.lab.compare.comparison_plan import make_plan, override_texts
 from closeranks.lab.compare.config import load_compare
 from closeranks.run.job.ownership import owned_folder
@@ -69,7 +68,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(running, "_carry_out")  # nothing may be trained, whatever breaks
+    monkeypatch.delattr(runner, "_carry_out")  # nothing may be trained, whatever breaks
     with owned_folder(tmp_path / "out", "a comparison"):
         told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false", "--retry")
     assert told.code == 2
@@ -93,14 +92,14 @@ def test_a_network_without_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("unshare", "nsenter", "ip", "mount", "hostname"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert network.unavailable_reason(shaped=True).startswith("tc cannot be found")
+    assert namespaces.unavailable_reason(shaped=True).startswith("tc cannot be found")
 
 
 def test_a_host_without_an_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "children_of", lambda pid: [])
+    monkeypatch.setattr(namespaces, "children_of", lambda pid: [])
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE, text=True) as process:
         with pytest.raises(SetupError, match=r"a host for the comparison ended at once, .* set isolate = false"):
-            network._init_of(process)
+            namespaces._init_of(process)
         assert process.returncode is not None
 
 

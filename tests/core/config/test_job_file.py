@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.core.config import job_file as source
+from closeranks.core.config import job_file
 from closeranks.core.config.job_file import read_job_file
 from closeranks.core.config.load import load
 from closeranks.core.errors import ConfigError
@@ -50,7 +50,7 @@ def test_an_unreadable_file_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(source.os, "open", refuse)
+    monkeypatch.setattr(job_file.os, "open", refuse)
     path = tmp_path / "job.toml"
     expected = f"job.toml: the job file {path} cannot be read: permission denied. Check the path and its permissions."
     assert message(path) == expected
@@ -95,9 +95,9 @@ def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for(
 ) -> None:
     path = tmp_path / "job.toml"
     os.mkfifo(path)
-    monkeypatch.setattr(source, "_PIPE_S", 0.1)
+    monkeypatch.setattr(job_file, "_PIPE_S", 0.1)
     assert "is a pipe into which nothing was written for 0.1 s" in message(path)
-    monkeypatch.setattr(source, "_PIPE_S", 60.0)
+    monkeypatch.setattr(job_file, "_PIPE_S", 60.0)
     writer = threading.Thread(target=lambda: path.write_text("[train]\nsteps = 5\n"))
     writer.start()
     assert read_job_file(path).values == {"train": {"steps": 5}}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.core.system import append_file as appending
+from closeranks.core.system import append_file
 from closeranks.core.system.append_file import AppendFile
 from tests.checkpoint.test_write_faults import run, tmpfs
 from tests.telemetry.full import fill, needs_root
@@ -17,7 +17,7 @@ LINE = b'{"step": 1234567, "loss": 0.125}\n'
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "RETRY_S", 0.0)
+    monkeypatch.setattr(append_file, "RETRY_S", 0.0)
 
 
 class Told:
@@ -67,7 +67,7 @@ def test_what_is_opened_on_a_full_disk_is_written_later_and_ends_a_torn_line_fir
 def test_of_what_cannot_be_held_the_oldest_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appending, "HELD_BYTES", 10 * len(LINE))
+    monkeypatch.setattr(append_file, "HELD_BYTES", 10 * len(LINE))
     told = Told()
     with tmpfs(tmp_path / "disk", "64k") as place:
         file = told.open(place / "lines")

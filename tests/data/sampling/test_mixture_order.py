@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from closeranks.core.errors import DataError
-from closeranks.data.sampling import mixture_order as mixing
+from closeranks.data.sampling import mixture_order
 from closeranks.data.sampling.mixture_order import MixtureOrder, WeightedInterleave
 from closeranks.data.sampling.order import FullOrder, SequentialOrder
 
@@ -45,9 +45,9 @@ def test_draws_are_within_one_of_their_share_at_every_prefix(several: list[int],
 def test_any_position_can_be_begun_from(several: list[int], length: int, first: int) -> None:
     """The proof's claim itself: counts at two positions close together are joined by a walk that keeps every window."""
     turns = WeightedInterleave.of([float(weight) for weight in several])
-    begun, done = mixing._counts(turns, first), mixing._counts(turns, first + length)
+    begun, done = mixture_order._counts(turns, first), mixture_order._counts(turns, first + length)
     assert sum(begun) == first
-    parts = mixing._walk(turns, first, length, begun, done)
+    parts = mixture_order._walk(turns, first, length, begun, done)
     assert (np.bincount(parts, minlength=len(several)) == np.array(done) - np.array(begun)).all()
     counts = list(begun)
     for place, part in enumerate(parts.tolist(), first + 1):

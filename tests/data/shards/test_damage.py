@@ -109,18 +109,18 @@ def test_a_folder_or_a_permission_in_the_way(tmp_path: Path, kind: str, monkeypa
 
 def resealed(path: Path, change: Callable[[bytearray], None]) -> None:
     """Change a shard as a wrong writer would: all checksums of the file itself are right again."""
-    from closeranks.data.shards import shard_format as layout
+    from closeranks.data.shards import shard_format
 
     data = bytearray(path.read_bytes())
-    footer = layout.decode_footer(bytes(data[-FOOTER_BYTES:]), len(data))
+    footer = shard_format.decode_footer(bytes(data[-FOOTER_BYTES:]), len(data))
     change(data)
     shape = footer.shape
     size = shape.block_bytes
     blocks = [bytes(data[at : min(at + size, shape.table_offset)]) for at in range(0, shape.table_offset, size)]
     table = b"".join(crc32c(block).to_bytes(4, "little") for block in blocks)
     table = table.ljust(shape.footer_offset - shape.table_offset, b"\0")
-    new = layout.ShardFooter(footer.head, shape, footer.largest, layout.blake3(table).digest())
-    path.write_bytes(data[: shape.table_offset] + table + layout.encode_footer(new))
+    new = shard_format.ShardFooter(footer.head, shape, footer.largest, shard_format.blake3(table).digest())
+    path.write_bytes(data[: shape.table_offset] + table + shard_format.encode_footer(new))
 
 
 def test_an_index_that_lies_gives_no_garbage(tmp_path: Path) -> None:

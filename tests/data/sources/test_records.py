@@ -13,8 +13,7 @@ from PIL import Image
 from closeranks.core.errors import BadRecordError, DataError, UserError
 from closeranks.data.config import RecordsConfig
 from closeranks.data.source import LoaderSource
-from closeranks.data.sources import records
-from closeranks.data.sources import splits as stored
+from closeranks.data.sources import records, splits
 from closeranks.data.sources.records import RecordSelection, RecordsSource, open_records_source
 from closeranks.data.timing import measure
 from tests.data.sources.memory_stores import MemoryFiles, MemoryRecords
@@ -232,7 +231,7 @@ def test_a_function_that_is_none_is_found_when_opening(name: str) -> None:
 
 def test_it_opens_from_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = {"/a": MemoryRecords([{"n": i} for i in range(10)]), "/none": MemoryRecords([])}
-    monkeypatch.setattr(stored, "open_files", lambda path, **_: MemoryFiles(path))
+    monkeypatch.setattr(splits, "open_files", lambda path, **_: MemoryFiles(path))
     monkeypatch.setattr(records, "open_records", lambda files, *_: stores[files.url])
     config = RecordsConfig(path="/a", eval_fraction=0.2)
     train, held_out = open_records_source(config, "train", 0), open_records_source(config, "eval", 0)

@@ -16,8 +16,7 @@ from closeranks.data.config import TokensConfig
 from closeranks.data.formats.record_index.saved_index import IndexLocation
 from closeranks.data.packing import pack
 from closeranks.data.source import LoaderSource
-from closeranks.data.sources import splits as stored
-from closeranks.data.sources import tokens
+from closeranks.data.sources import splits, tokens
 from closeranks.data.sources.tokens import PackedDocuments, TokenWindows, open_tokens_source, saved_packing
 from tests.data.sources.memory_stores import MemoryFiles, MemoryTokens
 
@@ -146,7 +145,7 @@ def test_the_packing_is_opened_again_and_never_sent() -> None:
 def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, MemoryTokens]:
     """Stores by path, in place of files."""
     stores: dict[str, MemoryTokens] = {}
-    monkeypatch.setattr(stored, "open_files", lambda path, **_: MemoryFiles(path))
+    monkeypatch.setattr(splits, "open_files", lambda path, **_: MemoryFiles(path))
     monkeypatch.setattr(tokens, "open_tokens", lambda files, *_: stores[files.url])
     return stores
 

@@ -101,7 +101,7 @@ def test_a_program_is_made_once() -> None:
 def test_neither_torch_nor_numpy_is_imported() -> None:
     program = (
         "import sys\n"
-        "from closeranks.facts import programs, stages\n"
+        "from closeranks.facts.pipeline import programs, stages\n"
         "programs.program_for('zbv', 2, 4)\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))\n"
     )

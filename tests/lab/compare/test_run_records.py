@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.errors import SetupError
-from closeranks.lab.compare import runner as running
+from closeranks.lab.compare import runner
 from closeranks.lab.compare.advice import advise
 from closeranks.lab.compare.comparison_plan import ComparisonPlan, ComparisonRun, make_plan
 from closeranks.lab.compare.config import load_compare
@@ -47,7 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(run.case.name)
         return RunRecord(0, 1.0, traffic=((1.0, 5),) if place.is_counted else ())
 
-    monkeypatch.setattr(running, "_carry_out", at_once)
+    monkeypatch.setattr(runner, "_carry_out", at_once)
     monkeypatch.setattr(MachineInfo, "here", lambda: HERE)
     return names
 
@@ -151,7 +151,7 @@ def test_a_run_that_cannot_be_started(plan: ComparisonPlan, monkeypatch: pytest.
     def refuse(*words: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(running, "_start_here", refuse)
+    monkeypatch.setattr(runner, "_start_here", refuse)
     plan.folder.mkdir()
     with pytest.raises(SetupError, match=r"a run cannot be carried out: .*Resource temporarily unavailable"):
         run(plan, UNCOUNTED)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from closeranks.core.errors import ModelError
 from closeranks.parallel.process_group import RankGroup
-from closeranks.parallel.tensor import activation_collectives as crossings
+from closeranks.parallel.tensor import activation_collectives
 from closeranks.parallel.tensor.activation_collectives import ACTIVATION_COLLECTIVES, TensorAxisGroup
 from closeranks.testing import run_world
 
@@ -87,8 +87,8 @@ def test_backward_is_the_transpose_over_all_ranks(name: str, size: int) -> None:
 
 def along(dim: int) -> tuple[Tensor, Tensor]:
     axis = here()
-    gathered = crossings.all_gather(drawn(SHAPE, axis.rank), axis, dim)
-    return gathered, crossings.reduce_scatter(gathered, axis, dim)
+    gathered = activation_collectives.all_gather(drawn(SHAPE, axis.rank), axis, dim)
+    return gathered, activation_collectives.reduce_scatter(gathered, axis, dim)
 
 
 @pytest.mark.world
@@ -129,7 +129,7 @@ def test_each_way_is_one_collective_or_none() -> None:
 
 def refused() -> str:
     with pytest.raises(ModelError) as caught:
-        crossings.reduce_scatter(torch.zeros(1, 5, 2), here())
+        activation_collectives.reduce_scatter(torch.zeros(1, 5, 2), here())
     return str(caught.value)
 
 
@@ -154,7 +154,7 @@ def subgroups() -> list[float]:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     axis = TensorAxisGroup.of(RankGroup(rank // 2, 2, groups[rank % 2]))
-    return crossings.all_gather(torch.full((1, 1, 1), float(rank)), axis).flatten().tolist()
+    return activation_collectives.all_gather(torch.full((1, 1, 1), float(rank)), axis).flatten().tolist()
 
 
 @pytest.mark.world

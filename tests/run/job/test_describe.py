@@ -14,7 +14,7 @@ from closeranks.facts.memory.memory_per_rank import rank_parameters, stages_per_
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.job.describe import ALIGN_BYTES, describe_job
 from closeranks.run.job.job import load_job
-from closeranks.sync.reducers import sharded as shards
+from closeranks.sync.reducers import sharded
 from tests.run.counted import num_params
 
 ROOT = Path(__file__).parents[3]
@@ -93,7 +93,7 @@ def test_what_cannot_be_built_without_memory_is_told_in_one_sentence(beside: Pat
 
 
 def test_buckets_are_planned_as_the_reducers_plan_them() -> None:
-    assert shards.ALIGN_BYTES == ALIGN_BYTES
+    assert sharded.ALIGN_BYTES == ALIGN_BYTES
     subject = describe_job(load_job(ROOT / "examples" / "tiny.toml", ["sync.bucket_mib=0.5"]).value)
     for layout in (Layout(3), Layout(3, zero=1), Layout(2, zero=2, tensor=2)):
         everywhere = stages_per_rank(subject.structure, layout)

@@ -11,7 +11,7 @@ import pytest
 
 from closeranks.capture.slots import DATA_AT, SealedSlot, inspect_slot
 from closeranks.core.events import Restored, Resumed
-from closeranks.core.system import failpoints as faults
+from closeranks.core.system import failpoints
 from closeranks.testing import WorldError
 from tests.elastic.boxes import shared_memory
 from tests.faults.cases import AROUND_RECOVERY
@@ -179,7 +179,7 @@ RESTORING = ["restore.agreed", "restore.fetching", "restore.before_verify", "res
 
 def test_all_points_of_restoring_are_swept() -> None:
     """Those before and after it are swept by whole runs."""
-    restoring = {label for label in faults.FAILPOINTS if label.startswith("restore.")}
+    restoring = {label for label in failpoints.FAILPOINTS if label.startswith("restore.")}
     assert restoring - set(AROUND_RECOVERY) == set(RESTORING)
 
 

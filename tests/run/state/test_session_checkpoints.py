@@ -195,10 +195,10 @@ def test_a_save_that_failed_on_another_rank_is_tried_again_once(tmp_path: Path) 
 
 
 def shot(folder: Path) -> int:
-    from closeranks.checkpoint.save import save_schedule as rhythm
+    from closeranks.checkpoint.save import save_schedule
 
     torch.set_num_threads(1)
-    rhythm.FIRST_RETRY_S = 0.1
+    save_schedule.FIRST_RETRY_S = 0.1
     checkpoint = {"every": 10, "keep_last": 50}
     with open_session(folder, hooks=[Shoot()], train={"steps": 60}, checkpoint=checkpoint) as session:
         for step in session:

@@ -8,7 +8,7 @@ import pytest
 
 from closeranks.core.errors import ConfigError, DataError, Problem, RunFailed
 from closeranks.core.world import World
-from closeranks.run.worker import error_output as voice
+from closeranks.run.worker import error_output
 from closeranks.run.worker.error_output import STORE_LOST, ReportTurn, describe_failure, print_error, report_turn
 
 MISTAKE = ConfigError([Problem("train.steps", "is missing")])
@@ -106,7 +106,7 @@ def test_speaking(
 @pytest.mark.usefixtures("_restored")
 def test_a_waiting_rank_that_the_launcher_ends_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    monkeypatch.setattr(voice.os, "_exit", left.append)
+    monkeypatch.setattr(error_output.os, "_exit", left.append)
     monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
     print_error(MISTAKE, ReportTurn.LEAVE_LATE)
     assert left == [2]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from closeranks.core.errors import SetupError
 from closeranks.core.world import World
-from closeranks.run.worker import rendezvous as store
+from closeranks.run.worker import rendezvous
 from closeranks.run.worker.error_output import STORE_LOST
 from closeranks.run.worker.rendezvous import count_failure, launcher_store, make_store, wait_for_all_ranks
 
@@ -91,7 +91,7 @@ def test_a_store_that_nobody_opened_is_told_with_both_variables(monkeypatch: pyt
     def refused(address: str, listen_fd: int | None = None) -> object:
         raise RuntimeError("connection refused")
 
-    monkeypatch.setattr(store, "_tcp_store", refused)
+    monkeypatch.setattr(rendezvous, "_tcp_store", refused)
     with pytest.raises(
         SetupError, match=r"could not be reached: connection refused \(rank 1\)\. Set MASTER_ADDR.*MASTER_PORT"
     ):

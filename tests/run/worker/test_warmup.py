@@ -25,8 +25,7 @@ from closeranks.core.system.environment import child_environment
 from closeranks.data.sources.text import TextSource
 from closeranks.run.job.job import Job, check_workers, layout_for, load_job
 from closeranks.run.state.state import RunState
-from closeranks.run.worker import generation_cache as heirloom
-from closeranks.run.worker import warmup as warming
+from closeranks.run.worker import generation_cache, warmup
 from closeranks.telemetry.run_log.recorder import read_events
 from tests.agent.crews import statuses, worlds_here
 
@@ -53,7 +52,7 @@ def tiny(*overrides: str) -> Job:
 @pytest.mark.parametrize("overrides", KINDS)
 def test_a_stand_in_has_the_axes_and_the_arithmetic_of_its_job(overrides: str) -> None:
     job = tiny(*overrides.split())
-    for small in warming.warmup_jobs(job):
+    for small in warmup.warmup_jobs(job):
         assert check_workers(small, layout_for(small, 0).num_ranks) == []
         assert (small.layout.zero, small.layout.tensor) == (job.layout.zero, job.layout.tensor)
         assert (small.train.precision, small.train.recompute) == (job.train.precision, job.train.recompute)
@@ -61,8 +60,8 @@ def test_a_stand_in_has_the_axes_and_the_arithmetic_of_its_job(overrides: str) -
         assert small.run.device == "cpu"
         assert not small.train.compile
         assert not small.checkpoint.save
-    assert warming.warmup_jobs(job)[0].layout.pipeline == job.layout.pipeline
-    assert bool(warming.warmup_jobs(job)[0].layout.shard) == bool(job.layout.shard)
+    assert warmup.warmup_jobs(job)[0].layout.pipeline == job.layout.pipeline
+    assert bool(warmup.warmup_jobs(job)[0].layout.shard) == bool(job.layout.shard)
 
 
 def test_nothing_of_the_users_is_called_and_a_large_model_is_not_built() -> None:
@@ -73,11 +72,11 @@ def test_nothing_of_the_users_is_called_and_a_large_model_is_not_built() -> None
         "run": {"hooks": ["theirs:Hook"]},
     }
     tables["optim"] = {"groups": [{"pattern": "a.*", "frozen": True}]}
-    (first, whole) = warming.warmup_jobs(load_job(None, extra=tables).value)
+    (first, whole) = warmup.warmup_jobs(load_job(None, extra=tables).value)
     for small in (first, whole):
         assert "theirs" not in small.model_dump_json()
         assert not small.optim.groups
-    (big,) = warming.warmup_jobs(tiny("model.preset=70b", "data.seq_len=8192", "train.global_batch=4096"))
+    (big,) = warmup.warmup_jobs(tiny("model.preset=70b", "data.seq_len=8192", "train.global_batch=4096"))
     assert (
         big.model.layout_constraints(seq_len=1, global_batch=1, micro_batch=1).num_layers,
         big.train.global_batch,
@@ -111,19 +110,19 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RunState, "document", refuse)
     stream, threads = torch.get_rng_state(), torch.get_num_threads()
     with pytest.raises(RuntimeError, match="no state today"):
-        warming.warm_up({"job": tiny("layout.zero=3").model_dump(mode="json")})
+        warmup.warm_up({"job": tiny("layout.zero=3").model_dump(mode="json")})
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.get_num_threads() == threads
-    assert heirloom._Chest.measured_flops == heirloom.bucket_mib() == 0.0
+    assert generation_cache._Chest.measured_flops == generation_cache.bucket_mib() == 0.0
 
 
 def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed: list[Job] = []
-    monkeypatch.setattr(warming, "rehearse", rehearsed.append)
+    monkeypatch.setattr(warmup, "rehearse", rehearsed.append)
     for may_compute in (False, True):
-        monkeypatch.setattr(warming, "may_compute", lambda may=may_compute: may)
-        warming.warm_up({"job": tiny().model_dump(mode="json")})
+        monkeypatch.setattr(warmup, "may_compute", lambda may=may_compute: may)
+        warmup.warm_up({"job": tiny().model_dump(mode="json")})
         assert bool(rehearsed) is may_compute, "a backward would start a thread of the driver"
 
 
@@ -143,27 +142,27 @@ def test_what_torch_was_built_for_and_the_machine_has_decides(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = None if built_for is None else torch.device(built_for)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
-    monkeypatch.setattr(warming.os, "listdir", lambda _: devices)
-    assert warming.can_run_backward() is may_compute
+    monkeypatch.setattr(warmup.os, "listdir", lambda _: devices)
+    assert warmup.can_run_backward() is may_compute
 
 
 def test_data_that_is_read_whole_is_inherited_by_the_same_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heirloom._Chest, "sources", {})
+    monkeypatch.setattr(generation_cache._Chest, "sources", {})
     job = tiny("data.max_bytes=100000")
-    heirloom.cache_sources(job.data, 7)
-    kept = heirloom.open_cached_source(job.data, "train", 7)
+    generation_cache.cache_sources(job.data, 7)
+    kept = generation_cache.open_cached_source(job.data, "train", 7)
     assert isinstance(kept, TextSource)
-    assert heirloom.open_cached_source(tiny("data.max_bytes=100000").data, "train", 7) is kept
-    assert heirloom.open_cached_source(job.data, "eval", 7) is not kept
-    assert heirloom.open_cached_source(tiny("data.max_bytes=90000").data, "train", 7) is not kept
+    assert generation_cache.open_cached_source(tiny("data.max_bytes=100000").data, "train", 7) is kept
+    assert generation_cache.open_cached_source(job.data, "eval", 7) is not kept
+    assert generation_cache.open_cached_source(tiny("data.max_bytes=90000").data, "train", 7) is not kept
 
 
 def test_a_figure_that_was_handed_on_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heirloom, "measure_matmul_flops", lambda *_: 5.0)
-    heirloom.load_payload({"measured_flops": 3.0})
-    assert heirloom.matmul_flops(torch.device("cpu"), torch.float32) == 3.0
-    heirloom.load_payload({})
-    assert heirloom.matmul_flops(torch.device("cpu"), torch.float32) == 5.0
+    monkeypatch.setattr(generation_cache, "measure_matmul_flops", lambda *_: 5.0)
+    generation_cache.load_payload({"measured_flops": 3.0})
+    assert generation_cache.matmul_flops(torch.device("cpu"), torch.float32) == 3.0
+    generation_cache.load_payload({})
+    assert generation_cache.matmul_flops(torch.device("cpu"), torch.float32) == 5.0
 
 
 # --- two generations from one zygote, the second after it was warmed up

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.parallel.process_group import RankGroup
-from closeranks.sync.collectives import all_to_all as swaps
+from closeranks.sync.collectives import all_to_all
 from closeranks.testing import run_world
 
 pytestmark = pytest.mark.world
@@ -22,7 +22,7 @@ def message(source: int, target: int) -> Tensor:
 
 def exchange(piece_bytes: int) -> bool:
     """Two exchanges under way at once, in a group whose ranks go by other numbers than the world's."""
-    swaps._PIECE_BYTES = piece_bytes
+    all_to_all._PIECE_BYTES = piece_bytes
     members = [2, 0, 1]
     made = dist.new_group(members)
     rank = dist.get_group_rank(made, dist.get_rank())
@@ -31,7 +31,10 @@ def exchange(piece_bytes: int) -> bool:
     arriving = torch.zeros(SIZE - 1, LENGTH, dtype=torch.uint8)
     outgoing = torch.stack([message(rank, peer) for peer in others])
     gathered = torch.zeros(SIZE, LENGTH, dtype=torch.uint8)
-    under_way = [swaps.all_to_all(arriving, outgoing, group), swaps.all_gather(gathered, message(rank, rank), group)]
+    under_way = [
+        all_to_all.all_to_all(arriving, outgoing, group),
+        all_to_all.all_gather(gathered, message(rank, rank), group),
+    ]
     for one in under_way:
         one.wait()
     is_swapped = all(torch.equal(row, message(peer, rank)) for row, peer in zip(arriving, others, strict=True))

@@ -19,7 +19,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
-from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.throughput import MeterReading
 from tests.telemetry.conftest import CPU
 
@@ -38,30 +38,32 @@ DONE = StepDone(step=120, loss=2.13449, lr=3e-4, grad_norm=0.51, memory_bytes=1_
 READING = MeterReading(120, 2.13449, 41_234.0, 0.503, 0.631, 1_288_490_188, 42.0)
 
 
-def fields(done: StepDone = DONE, reading: MeterReading = READING, **options: bool) -> tuple[lines.LineField, ...]:
-    return lines.step_fields(GPU, done, reading, num_skipped=0, detail=options.get("detail", False))
+def fields(
+    done: StepDone = DONE, reading: MeterReading = READING, **options: bool
+) -> tuple[event_lines.LineField, ...]:
+    return event_lines.step_fields(GPU, done, reading, num_skipped=0, detail=options.get("detail", False))
 
 
 def test_a_step_is_one_dense_line() -> None:
-    assert lines.join(fields()) == (
+    assert event_lines.join(fields()) == (
         "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3% (of measured peak 63.1%)  mem 1.2 GiB  eta 0:42"
     )
 
 
 def test_without_a_datasheet_the_share_of_the_measured_peak_stands_alone() -> None:
-    text = lines.join(fields(reading=replace(READING, mfu=None, peak_share=0.41)))
+    text = event_lines.join(fields(reading=replace(READING, mfu=None, peak_share=0.41)))
     assert "  peak 41.0%  " in text
     assert "mfu" not in text
 
 
 def test_details_and_metrics_are_appended() -> None:
-    text = lines.join(fields(replace(DONE, metrics={"accuracy": 0.9612, "click_loss": 0.31}), detail=True))
+    text = event_lines.join(fields(replace(DONE, metrics={"accuracy": 0.9612, "click_loss": 0.31}), detail=True))
     assert text.endswith("lr 3.00e-04  grad 0.5100  acc 0.961  click_loss 0.310")
 
 
 def test_what_is_not_known_is_left_out() -> None:
     unknown = MeterReading(120, 2.1, None, None, None, 0, None)
-    assert lines.join(fields(replace(DONE, memory_bytes=0, seconds=3.2), unknown)) == (
+    assert event_lines.join(fields(replace(DONE, memory_bytes=0, seconds=3.2), unknown)) == (
         "step   120/200  loss 2.1345  first step 3.2 s"
     )
 
@@ -69,40 +71,42 @@ def test_what_is_not_known_is_left_out() -> None:
 @given(st.integers(0, 160))
 def test_a_line_fits_its_width_or_is_down_to_step_and_loss(width: int) -> None:
     whole = fields(replace(DONE, metrics={"accuracy": 0.9}))
-    kept = lines.fit(whole, width)
-    assert len(lines.join(kept)) <= width or [field.label for field in kept] == ["step", "loss"]
+    kept = event_lines.fit(whole, width)
+    assert len(event_lines.join(kept)) <= width or [field.label for field in kept] == ["step", "loss"]
     assert kept == tuple(field for field in whole if field in kept)
-    if width >= len(lines.join(whole)):
+    if width >= len(event_lines.join(whole)):
         assert kept == whole
 
 
 def test_the_measured_peak_is_spared_before_the_time_to_go() -> None:
-    assert lines.join(lines.fit(fields(), 80)) == (
+    assert event_lines.join(event_lines.fit(fields(), 80)) == (
         "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3%  mem 1.2 GiB  eta 0:42"
     )
 
 
 def test_a_skipped_step_says_why_and_what_the_scale_is_now() -> None:
     skipped = replace(DONE, taken=False, loss_scale=32768.0)
-    assert lines.skipped_line(replace(GPU, precision="fp16"), skipped, 1) == (
+    assert event_lines.skipped_line(replace(GPU, precision="fp16"), skipped, 1) == (
         "step   120/200  skipped: gradients not finite, loss scale now 32768"
     )
-    assert lines.skipped_line(GPU, skipped, 4).endswith("gradients not finite, the update was left out (4 so far)")
+    assert event_lines.skipped_line(GPU, skipped, 4).endswith(
+        "gradients not finite, the update was left out (4 so far)"
+    )
 
 
 def test_a_run_that_skips_on_and_on_is_not_a_flood() -> None:
-    assert [num for num in range(1, 100) if lines.is_logged(num)] == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert [num for num in range(1, 100) if event_lines.is_logged(num)] == [1, 2, 3, 4, 8, 16, 32, 64]
 
 
 def test_the_start_says_what_runs_and_once_why_there_is_no_mfu() -> None:
-    assert lines.started_line(GPU) == (
+    assert event_lines.started_line(GPU) == (
         "1.50B parameters (3.00M of them trained) on 1 worker (NVIDIA H200, bf16), steps 1 to 200"
     )
-    assert lines.started_line(CPU) == (
+    assert event_lines.started_line(CPU) == (
         "1.20M parameters on 2 workers (Intel Xeon Processor, float32), steps 1 to 40; "
         "no datasheet for this CPU: share of the measured matmul peak is shown instead of MFU"
     )
-    again = lines.started_line(replace(CPU, generation=2, first_step=12))
+    again = event_lines.started_line(replace(CPU, generation=2, first_step=12))
     assert again == "generation 2: 1.20M parameters on 2 workers (Intel Xeon Processor, float32), steps 13 to 40"
 
 
@@ -117,8 +121,8 @@ def test_the_start_says_what_runs_and_once_why_there_is_no_mfu() -> None:
 )
 def test_the_start_says_how_a_step_is_cut(batch: int, micro: int, words: str) -> None:
     started = replace(CPU, global_batch=batch, micro_batch=micro)
-    assert f"steps 1 to 40, global batch {words}; " in lines.started_line(started)
-    assert "global batch" not in lines.started_line(replace(started, generation=1))
+    assert f"steps 1 to 40, global batch {words}; " in event_lines.started_line(started)
+    assert "global batch" not in event_lines.started_line(replace(started, generation=1))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_the_start_says_how_a_step_is_cut(batch: int, micro: int, words: str) ->
     ],
 )
 def test_a_missing_peak_is_explained(changes: dict[str, object], words: str) -> None:
-    assert words in lines.started_line(replace(GPU, **changes))
+    assert words in event_lines.started_line(replace(GPU, **changes))
 
 
 @pytest.mark.parametrize(
@@ -146,38 +150,40 @@ def test_buckets_that_were_measured_are_told(
     size: float, latency_s: float | None, rate: float | None, words: str
 ) -> None:
     found = replace(GPU, bucket_mib=size, link_latency_s=latency_s, link_bytes_per_s=rate)
-    assert lines.buckets_line(found) == words
+    assert event_lines.buckets_line(found) == words
 
 
 def test_other_events_are_one_line_each() -> None:
     evaluated = Evaluated(step=100, loss=1.98123, metrics={"accuracy": 0.961}, seconds=0.8)
-    assert lines.evaluated_line(evaluated) == "eval at step 100  loss 1.9812  acc 0.961  (0.8 s)"
-    assert lines.saved_line(Saved(100, "runs/x", 1 << 20, 0.2)) == "saved step 100: runs/x (1.0 MiB, 0.2 s)"
-    assert lines.warned_line(Warned("mind the gap", step=3)) == "warning at step 3: mind the gap"
-    assert lines.ended_line(RunEnded(5, "drained", 3.0)) == "asked to stop: ended at step 5 after 3.0 s"
-    assert lines.ended_line(RunEnded(5, "evicted", 3.0)) == "evicted at step 5 after 3.0 s"
+    assert event_lines.evaluated_line(evaluated) == "eval at step 100  loss 1.9812  acc 0.961  (0.8 s)"
+    assert event_lines.saved_line(Saved(100, "runs/x", 1 << 20, 0.2)) == "saved step 100: runs/x (1.0 MiB, 0.2 s)"
+    assert event_lines.warned_line(Warned("mind the gap", step=3)) == "warning at step 3: mind the gap"
+    assert event_lines.ended_line(RunEnded(5, "drained", 3.0)) == "asked to stop: ended at step 5 after 3.0 s"
+    assert event_lines.ended_line(RunEnded(5, "evicted", 3.0)) == "evicted at step 5 after 3.0 s"
 
 
 def test_the_noise_scale_says_what_it_means_for_the_batch() -> None:
-    assert lines.noise_line(NoiseSeen(20, 483.2, 64)) == (
+    assert event_lines.noise_line(NoiseSeen(20, 483.2, 64)) == (
         "noise scale about 480 samples; a step now has 64: a larger batch still pays"
     )
-    assert lines.noise_line(NoiseSeen(20, 483.2, 4096)) == (
+    assert event_lines.noise_line(NoiseSeen(20, 483.2, 4096)) == (
         "noise scale about 480 samples; a step now has 4096: batches beyond 480 gain little"
     )
-    assert "about 0.46 samples" in lines.noise_line(NoiseSeen(20, 0.4567, 8))
-    assert "about 1.23M samples" in lines.noise_line(NoiseSeen(20, 1_234_567.0, 8))
-    assert "too noisy yet" in lines.noise_line(NoiseSeen(20, None, 8))
+    assert "about 0.46 samples" in event_lines.noise_line(NoiseSeen(20, 0.4567, 8))
+    assert "about 1.23M samples" in event_lines.noise_line(NoiseSeen(20, 1_234_567.0, 8))
+    assert "too noisy yet" in event_lines.noise_line(NoiseSeen(20, None, 8))
 
 
 LOST = RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01)
 
 
 def test_the_line_of_a_fault() -> None:
-    assert lines.closing_line(LOST) == "rank 1 lost at step 40 (killed by SIGKILL); closing ranks ..."
+    assert event_lines.closing_line(LOST) == "rank 1 lost at step 40 (killed by SIGKILL); closing ranks ..."
     closed = RanksClosed(1, 40, 0.93, 1, 2)
-    assert lines.closed_line(LOST, closed, 2) == "rank 1 lost at step 40 (killed by SIGKILL); closed ranks in 0.9 s"
-    more = lines.closed_line(LOST, replace(closed, num_redone=4, world_size=1, layout="data=1"), 2)
+    assert (
+        event_lines.closed_line(LOST, closed, 2) == "rank 1 lost at step 40 (killed by SIGKILL); closed ranks in 0.9 s"
+    )
+    more = event_lines.closed_line(LOST, replace(closed, num_redone=4, world_size=1, layout="data=1"), 2)
     assert more.endswith("; closed ranks in 0.9 s, 4 steps redone, now on 1 worker (data=1)")
 
 
@@ -205,34 +211,34 @@ def test_the_line_of_a_fault() -> None:
     ],
 )
 def test_who_was_lost_and_how(event: RankLost, words: str) -> None:
-    assert lines.lost_words(event) == words
+    assert event_lines.lost_words(event) == words
 
 
 def test_of_a_kill_the_line_says_what_and_not_what_to_look_for() -> None:
     told = "killed by SIGKILL; if nobody sent it, the kernel's out-of-memory killer did: see dmesg"
-    assert lines.lost_words(replace(LOST, cause=told)) == "rank 1 lost at step 40 (killed by SIGKILL)"
+    assert event_lines.lost_words(replace(LOST, cause=told)) == "rank 1 lost at step 40 (killed by SIGKILL)"
     raised = replace(LOST, kind="exception", cause="ValueError: a; b")
-    assert lines.lost_words(raised) == "rank 1 lost at step 40 (ValueError: a; b)"
+    assert event_lines.lost_words(raised) == "rank 1 lost at step 40 (ValueError: a; b)"
 
 
 def test_a_long_cause_is_cut() -> None:
-    assert len(lines.lost_words(replace(LOST, cause="x" * 1000))) < 200
+    assert len(event_lines.lost_words(replace(LOST, cause="x" * 1000))) < 200
 
 
 def test_events_about_faults_are_one_line_each() -> None:
-    assert lines.restored_line(Restored(39, "peer", 1, 0.12)) == (
+    assert event_lines.restored_line(Restored(39, "peer", 1, 0.12)) == (
         "generation 1 goes on after step 39, from a peer's memory (0.1 s)"
     )
-    assert lines.snapshots_line(Snapshotting(3, 1, 30 << 20, 0.002, "replica")) == (
+    assert event_lines.snapshots_line(Snapshotting(3, 1, 30 << 20, 0.002, "replica")) == (
         "state kept in memory every step (30.0 MiB a rank, a second copy in each replica; 2 ms a copy)"
     )
-    assert "every 4 steps (1.0 GiB a rank, no second copy;" in lines.snapshots_line(
+    assert "every 4 steps (1.0 GiB a rank, no second copy;" in event_lines.snapshots_line(
         Snapshotting(3, 4, 1 << 30, 0.1, "none")
     )
-    assert lines.slow_line(SlowRank(2, "b", 50, 1.83, 0.33, 0.18)) == (
+    assert event_lines.slow_line(SlowRank(2, "b", 50, 1.83, 0.33, 0.18)) == (
         "rank 2 on b is slow at step 50: 1.8 times the others (0.3 s a step, the others 0.2 s)"
     )
-    assert lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
-    assert lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
+    assert event_lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
+    assert event_lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
         "host b is not asked any more: 5 faults in an hour"
     )

@@ -161,9 +161,11 @@ def test_it_is_written_twice_a_second_and_at_once_when_the_generation_or_the_sta
 def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
     """One process writes as fast as it can, this one reads as fast as it can."""
     program = (
-        "import sys; from pathlib import Path; from closeranks.telemetry.live.status import StatusEvent, RunStatus, StatusWriter\n"
+        "import sys; from pathlib import Path\n"
+        "from closeranks.telemetry.live.status import RunStatus, StatusEvent, StatusWriter\n"
         "writer = StatusWriter(Path(sys.argv[1]))\n"
-        "for step in range(1000): writer.write(RunStatus(step=step, happened=(StatusEvent(0.0, 'x' * (step % 97) * 100),)))\n"
+        "for step in range(1000):\n"
+        "    writer.write(RunStatus(step=step, happened=(StatusEvent(0.0, 'x' * (step % 97) * 100),)))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         while not (tmp_path / "status.json").exists():

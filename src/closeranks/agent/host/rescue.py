@@ -48,7 +48,8 @@ def _rescue_elsewhere(boxes: SnapshotMemory, run: Path, host: str, until: float,
             continue
         others = f" What other hosts held belongs beside it, in {place / FOLDER}." if is_part else ""
         where = _words(place / FOLDER / host, num_bytes)
-        return f"{run} cannot be written ({why}): the state in memory was written to {where}. {resume_advice(place)}{others}"
+        written = f"{run} cannot be written ({why}): the state in memory was written to {where}."
+        return f"{written} {resume_advice(place)}{others}"
     return f"The state in memory is lost: it could not be written to {run / FOLDER / host} ({why}), nor anywhere else."
 
 

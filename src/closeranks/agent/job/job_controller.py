@@ -24,7 +24,7 @@ from closeranks.agent.event_loop import EventLoop
 from closeranks.agent.host.host_controller import SIGTERM_EVENT, HostController, LeaderLink, progress_from_row
 from closeranks.agent.host.local_host import LocalHost
 from closeranks.agent.job.generation_end import conclude, killed_early
-from closeranks.agent.job.host_table import HostTable
+from closeranks.agent.job.host_table import HostTable, HostWaitNotice
 from closeranks.agent.job.placement import HostPlacement, hosts_by_rank
 from closeranks.agent.job.recovery import Recovery
 from closeranks.agent.job.restart_policy import NextGeneration
@@ -47,7 +47,6 @@ from closeranks.agent.membership.leader import Leader as Membership
 from closeranks.agent.membership.lease_timing import lease_timing_for
 from closeranks.agent.membership.messages import Envelope, HostNote, WorkerOutput
 from closeranks.agent.membership.messages import WorkerEvent as Told_
-from closeranks.agent.muster import HostWaitNotice
 from closeranks.agent.transport.host_connections import HostConnections, HostDisconnected
 from closeranks.core.errors import RunFailed
 from closeranks.core.events import Event, HostChanged, SlowRank, encode

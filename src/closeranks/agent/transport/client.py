@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
 
-from closeranks.agent.control.backoff import Backoff
 from closeranks.agent.event_loop import EventLoop
 from closeranks.agent.transport.address import Address, parse_address
 from closeranks.agent.transport.authenticated_channel import AuthenticatedChannel, Fields
@@ -22,6 +22,25 @@ from closeranks.agent.transport.channel_limits import ChannelLimits
 from closeranks.agent.transport.connection import ConnectionCallbacks, ControlConnection
 from closeranks.agent.transport.dns_lookup import DnsLookup, SocketAddress, numeric_addresses
 from closeranks.agent.transport.token import JobToken
+
+
+class Backoff:
+    """Each wait is drawn between half of a bound and the whole of it; the bound doubles until ``longest_s``."""
+
+    def __init__(self, first_s: float, longest_s: float, seed: int | None = None) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._bound_s = first_s
+        self._chance = random.Random(seed)
+
+    def next_s(self) -> float:
+        bound = self._bound_s
+        self._bound_s = min(2 * bound, self._longest_s)
+        return bound * (1 - self._chance.random() / 2)
+
+    def reset(self) -> None:
+        self._bound_s = self._first_s
+
 
 _MOST_TOLD = 16
 

@@ -1,7 +1,7 @@
 """The zygote: a process that has imported everything that workers need, and forks them on request.
 
-Run as ``python -m closeranks.agent.workers.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet, sent with
-descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork``
+Run as ``python -m closeranks.agent.workers.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet,
+sent with descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork``
 at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
 reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work; it has
 no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a standby

@@ -26,7 +26,7 @@ from closeranks.capture.slots import DATA_AT, SnapshotSlot
 from closeranks.capture.tensors import StateTensor
 from closeranks.checkpoint.config import CheckpointConfig
 from closeranks.checkpoint.format.manifest import Chunk, folder_name
-from closeranks.checkpoint.save import save_tiers as writing
+from closeranks.checkpoint.save import save_tiers
 from closeranks.checkpoint.save.chunk_source import TensorChunkSource, chunks_of_plan
 from closeranks.checkpoint.save.save_task import SaveReport, SaveSettings, SaveTask, StorageTier
 from closeranks.checkpoint.save.writer_client import WriterClient
@@ -138,10 +138,10 @@ class CheckpointSaver:
         try:
             source = TensorChunkSource(items)
             whole = replace(order, chunks=source.chunks())
-            writing.save_to_all_tiers(whole, source, self._settings, reports.append, lambda: False)
+            save_tiers.save_to_all_tiers(whole, source, self._settings, reports.append, lambda: False)
         except Exception as error:  # it cannot be saved, and the caller decides what follows
             reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
-            writing.publish_failure(order, self._settings, _in_words(error))
+            save_tiers.publish_failure(order, self._settings, _in_words(error))
         return reports
 
     def path_of(self, step: int) -> str:
@@ -236,14 +236,14 @@ class CheckpointSaver:
         for report in told:
             order = self._orders.get(report.save)
             if report.kind == "failed" and order is not None:
-                _hand(self._messenger, partial(writing.publish_failure, order, self._settings, report.what))
+                _hand(self._messenger, partial(save_tiers.publish_failure, order, self._settings, report.what))
 
     def report_failure(self, order: SaveTask, what: str) -> None:
         """Report a failed save here at once and, in the background, to rank 0's writer, which would wait for this
         rank's part."""
         for report in _given_up(order.save, order.step, self._tiers(order), what):
             self._noted.put(report)
-        _hand(self._messenger, lambda: writing.publish_failure(order, self._settings, what))
+        _hand(self._messenger, lambda: save_tiers.publish_failure(order, self._settings, what))
 
     def _cleared(self, patience_s: float) -> list[SaveReport]:
         """End all saves in flight and the writer; returns all reports so far."""

@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from closeranks.checkpoint.save import writer_messages as wire
+from closeranks.checkpoint.save import writer_messages
 from closeranks.checkpoint.save.save_task import (
     SaveReport,
     SaveSettings,
@@ -94,7 +94,7 @@ class WriterClient:
                 process_group=0,  # signals to the trainer's group must not reach the writer before it ignores them
             )
         mine.settimeout(_SEND_S)
-        wire.send(mine, encode_settings(self._settings))
+        writer_messages.send(mine, encode_settings(self._settings))
         return mine
 
     def send(self, order: SaveTask, fd: int | None) -> None:
@@ -102,7 +102,7 @@ class WriterClient:
         self._listen()  # a writer that has died meanwhile is replaced, not written to
         self._flights[order.save] = PendingSave(order, time.monotonic())
         try:
-            wire.send(self._start(), encode_save_task(order), fd)
+            writer_messages.send(self._start(), encode_save_task(order), fd)
         except OSError as error:
             self._lose(f"the writer could not be reached: {error}")
 
@@ -114,7 +114,7 @@ class WriterClient:
     def _listen(self) -> None:
         while self._connection is not None and self._has_word(0.0):
             try:
-                self._hear(wire.receive(self._connection))
+                self._hear(writer_messages.receive(self._connection))
             except (EOFError, OSError):
                 self._lose(self._last_words())
         now = time.monotonic()
@@ -155,7 +155,7 @@ class WriterClient:
         waiting.register(self._connection, select.POLLIN)
         return bool(waiting.poll(wait_s * 1000))
 
-    def _hear(self, message: wire.WriterMessage) -> None:
+    def _hear(self, message: writer_messages.WriterMessage) -> None:
         body = message.body
         if "report" in body:
             report = decode_report(body["report"])

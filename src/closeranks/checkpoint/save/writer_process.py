@@ -29,8 +29,7 @@ from functools import partial
 
 from closeranks.checkpoint.format.data_file import ChunkSource
 from closeranks.checkpoint.format.manifest import RankPart
-from closeranks.checkpoint.save import save_tiers as writing
-from closeranks.checkpoint.save import writer_messages as wire
+from closeranks.checkpoint.save import save_tiers, writer_messages
 from closeranks.checkpoint.save.save_task import (
     SaveReport,
     SaveSettings,
@@ -82,20 +81,20 @@ class WriterProcess:
             threading.Thread(target=lane, daemon=True).start()
         while True:
             try:
-                message = wire.receive(self._connection)
+                message = writer_messages.receive(self._connection)
             except (EOFError, OSError):
                 self._is_leaving = True
                 lease.release_all(_LEAVE_S)
                 return
             self._take(message)
 
-    def _take(self, message: wire.WriterMessage) -> None:
+    def _take(self, message: writer_messages.WriterMessage) -> None:
         order = decode_save_task(message.body)
         failpoint(RECEIVED)
         source = _from_memory(order, message.fd)
         with self._changed:
             self._newest = order.save
-            self._orders.append(QueuedSave(order, source, writing.BufferRelease(order, self._report)))
+            self._orders.append(QueuedSave(order, source, save_tiers.BufferRelease(order, self._report)))
             self._changed.notify_all()
 
     def _be_primary(self) -> None:
@@ -103,7 +102,7 @@ class WriterProcess:
             with self._changed:
                 self._changed.wait_for(lambda: self._orders)
                 task = self._orders.popleft()
-            task.part = writing.save_primary(
+            task.part = save_tiers.save_primary(
                 task.order,
                 task.source,
                 self._settings,
@@ -112,7 +111,7 @@ class WriterProcess:
                 task.release,
                 self._uploading_names,
             )
-            if writing.wants_remote(task.order, self._settings):
+            if save_tiers.wants_remote(task.order, self._settings):
                 self._say({"passed": task.order.save})  # before the remote thread can report anything about it
                 with self._changed:
                     self._uploads.append(task)
@@ -129,7 +128,7 @@ class WriterProcess:
                 self._uploading = task
             for one in skipped:
                 self._skip(one)
-            writing.save_remote(
+            save_tiers.save_remote(
                 task.order,
                 task.source,
                 task.part,
@@ -148,7 +147,7 @@ class WriterProcess:
         task.release()
         what = f"step {order.step} was not saved to {self._settings.remote}: {why}"
         self._report(SaveReport("failed", order.save, order.step, "remote", what=what))
-        writing.publish_failure_at(self._settings.remote, order, why)
+        save_tiers.publish_failure_at(self._settings.remote, order, why)
         self._finish(task)
 
     def _uploading_names(self) -> tuple[str, ...]:
@@ -178,7 +177,7 @@ class WriterProcess:
 
     def _say(self, body: dict[str, object]) -> None:
         with self._speaking, suppress(OSError):  # the trainer closed the connection; the main thread notices, too
-            wire.send(self._connection, body)
+            writer_messages.send(self._connection, body)
 
 
 def _from_memory(order: SaveTask, fd: int | None) -> ChunkSource:
@@ -215,7 +214,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(int(arguments[1]))
     set_child_title("writer", int(arguments[1]))
     try:
-        settings = decode_settings(wire.receive(connection).body)
+        settings = decode_settings(writer_messages.receive(connection).body)
     except (EOFError, OSError):
         return
     _step_back(settings.nice)

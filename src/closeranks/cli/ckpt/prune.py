@@ -61,17 +61,17 @@ class PrunedFolder:
 
 
 def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
-    from closeranks.checkpoint.save import retention as collect
+    from closeranks.checkpoint.save import retention
 
     storage = _root(run)
     with nullcontext() if dry_run else storage.lock("closeranks ckpt prune"):
-        folders = collect.list_folders(storage)
+        folders = retention.list_folders(storage)
         committed = [folder.name for folder in folders if folder.contents is not None]
-        newest = max(committed, key=collect.age_key, default="")
-        what = collect.plan_removal(folders, keep, newest, collect.named_by_latest(storage))
+        newest = max(committed, key=retention.age_key, default="")
+        what = retention.plan_removal(folders, keep, newest, retention.named_by_latest(storage))
         going = _going(storage, folders, what)
         if not dry_run:
-            collect.apply_removal(storage, what)
+            retention.apply_removal(storage, what)
     _say(going, len(committed) - len(what.checkpoints), dry_run)
 
 

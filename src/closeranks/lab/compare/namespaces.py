@@ -26,7 +26,7 @@ from typing import IO
 
 from closeranks.core.errors import SetupError
 from closeranks.core.system.linux import die_with_parent
-from closeranks.lab.compare import delay_switch as relay
+from closeranks.lab.compare import delay_switch
 from closeranks.lab.compare.config import NetworkConfig
 
 _SUBNET = "10.78.0"
@@ -144,7 +144,7 @@ class NamespaceHosts:
         for host, port in zip(self.hosts, ports, strict=True):
             _plug(host, port, switch.pid, network)
         if network.delay_ms:
-            program = [sys.executable, relay.__file__, "--delay-ms", f"{network.delay_ms:g}", *ports]
+            program = [sys.executable, delay_switch.__file__, "--delay-ms", f"{network.delay_ms:g}", *ports]
             self._stays.append(_held(["nsenter", f"--net=/proc/{switch.pid}/ns/net", "--", *program]))
 
 

@@ -31,7 +31,7 @@ from closeranks.lab.drills.recorded_run import (
     state_difference,
 )
 from closeranks.lab.drills.report import print_summary, write_report
-from closeranks.run.job import launch as launching
+from closeranks.run.job import launch
 from closeranks.run.job.job import Job, check_workers, load_job
 from closeranks.run.job.run_folder import choose_folder, make_unused_folder
 from closeranks.telemetry.run_log.run_folder import RunFolder
@@ -80,7 +80,7 @@ def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) ->
     started_at = time.monotonic()
     quiet = _settings(orders, folder / "undisturbed")
     typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
-    launching.train(orders.path, quiet, num_workers)
+    launch.train(orders.path, quiet, num_workers)
     course = read_recorded_run(folder / "undisturbed")
     faults = _faults(orders, course.last_step, num_workers)
     typer.echo(f"\n2/2 with {len(faults)} faults: {folder / 'disturbed'}")
@@ -104,7 +104,7 @@ def _prepare(orders: DrillRequest) -> tuple[Job, int]:
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
     job = load_job(orders.path, orders.overrides).value
-    num_workers = launching.workers_of(job, orders.num_workers)
+    num_workers = launch.workers_of(job, orders.num_workers)
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
     if not job.elastic.enabled:
@@ -156,7 +156,7 @@ def _patience(course: RecordedRun) -> str:
 def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Injector) -> str:
     """Why the run did not finish, empty if it did. Who stops a drill from outside stops all of it."""
     try:
-        launching.train(path, settings, num_workers, on_turn=injector)
+        launch.train(path, settings, num_workers, on_turn=injector)
     except Interrupted:
         raise
     except Drained as error:
@@ -190,7 +190,7 @@ def _compare(
 
 
 def train_with_faults(
-    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launching.JobHosts | None = None
+    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launch.JobHosts | None = None
 ) -> None:
     """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
     asked = parse_faults(text)
@@ -198,10 +198,10 @@ def train_with_faults(
         what = f"`{asked.kinds[0]}` does not say when and whom"
         raise UserError(what, f"Write {asked.kinds[0]}(rank=1, step=3), or let `closeranks drill` choose.")
     job = load_job(path, overrides).value
-    check_faults(asked.faults, launching.workers_of(job, num_workers), job.train.steps)
+    check_faults(asked.faults, launch.workers_of(job, num_workers), job.train.steps)
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
-        launching.train(path, overrides, num_workers, on_turn=injector, party=party)
+        launch.train(path, overrides, num_workers, on_turn=injector, party=party)
     for strike in injector.injections:
         if strike.error:
             typer.echo(f"{strike.fault} could not strike: {strike.error}", err=True)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.pipeline.programs import PipelineInstruction, PipelineProgram, program_for
-from closeranks.parallel.forwards import forward_only_program
 from closeranks.parallel.pipeline.fsdp_split_backward import finish_fsdp_backward, suspend_fsdp_hooks, unshard
 from closeranks.parallel.pipeline.p2p import HiddenStateMeta, MessageKey, P2PChannel
 from closeranks.parallel.pipeline.split_backward import (
@@ -32,6 +31,26 @@ from closeranks.parallel.pipeline.split_backward import (
     plan_split,
 )
 from closeranks.parallel.process_group import RankGroup
+
+
+@cache
+def forward_only_program(
+    placement: tuple[tuple[int, ...], ...], num_micro: int
+) -> tuple[tuple[PipelineInstruction, ...], ...]:
+    """The instructions of every rank; ``placement`` lists the stages of each."""
+    home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    rows: list[list[PipelineInstruction]] = [[] for _ in placement]
+    for wave in range(len(home) + num_micro - 1):
+        busy = [(stage, wave - stage) for stage in sorted(home) if 0 <= wave - stage < num_micro]
+        for stage, micro in busy:
+            rows[home[stage]].append(PipelineInstruction("F", stage, micro))
+        for stage, micro in busy:
+            sender, receiver = home[stage], home.get(stage + 1)
+            if receiver is not None and receiver != sender:
+                rows[sender].append(PipelineInstruction("SEND_F", stage, micro, receiver))
+                rows[receiver].append(PipelineInstruction("RECV_F", stage + 1, micro, sender))
+    return tuple(map(tuple, rows))
+
 
 StageMicro = tuple[int, int]
 """A global stage number and a micro-batch."""

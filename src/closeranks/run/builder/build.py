@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from closeranks.core.errors import ConfigError
-from closeranks.core.protocols import DataSource, ModelSpec, Reducer
+from closeranks.core.protocols import DataSource, LocalParameter, ModelSpec, Reducer
 from closeranks.core.system.fork_safety import track_sockets
 from closeranks.core.world import World
 from closeranks.data.loading.loader import Loader
@@ -33,7 +33,6 @@ from closeranks.parallel.apply import DistributedModel, parallelize
 from closeranks.parallel.mesh_groups import MeshGroups, open_mesh_groups
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup, WorldGroup, open_world_group
-from closeranks.run.bucketing import choose_bucket_size
 from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
 from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings
 from closeranks.run.builder.reduction_choice import choose_reduction, freeze_step
@@ -48,7 +47,7 @@ from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
 from closeranks.run.components.unused_parameters import UnusedParameters
 from closeranks.run.job.batch_history import BatchHistory
-from closeranks.run.job.job import Job, check_workers, layout_for, profile_warning
+from closeranks.run.job.job import Job, check_workers, layout_for, micro_batch_size, profile_warning
 from closeranks.run.state.state import RunState
 from closeranks.run.step.engine import Engine
 from closeranks.run.step.step_timer import StepTimer, make_stopwatch
@@ -56,9 +55,36 @@ from closeranks.run.worker import excepthook
 from closeranks.run.worker import generation_cache as heirloom
 from closeranks.run.worker.agent_client import current_agent_client, current_link
 from closeranks.run.worker.rendezvous import make_store
-from closeranks.sync.local_sgd import replica_groups as replicas
+from closeranks.sync.local_sgd import replica_groups
 from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
-from closeranks.sync.reducers.bucket_tuning import BucketTuning
+from closeranks.sync.reducers.bucket_tuning import (
+    BackwardWork,
+    BucketTuning,
+    backward_s,
+    gradient_bytes,
+    tune_bucket_size,
+)
+
+
+def choose_bucket_size(
+    job: Job,
+    layout: Layout,
+    groups: MeshGroups,
+    spec: ModelSpec,
+    held: Sequence[LocalParameter],
+    measured_flops: float,
+    device: torch.device,
+) -> BucketTuning:
+    if groups.data.size == 1 or layout.zero == 3:
+        return BucketTuning()
+    if not isinstance(job.sync.bucket_mib, str):
+        return BucketTuning(job.sync.bucket_mib)
+    if handed_on := heirloom.bucket_mib():
+        return BucketTuning(handed_on)
+    items = micro_batch_size(job) * spec.items_per_sample
+    flops = spec.flops_per_item * items / (layout.tensor * layout.pipeline)
+    behind_s = backward_s(flops, measured_flops) if job.sync.overlap else 0.0
+    return tune_bucket_size(groups.data, groups.world, device, BackwardWork(gradient_bytes(held), behind_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +148,8 @@ def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) ->
     schedule = batch_schedule(job, len(ingredients.source), past.ends)
     layout = layout_for(job, world.size)
     num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
-    num_replicas = replicas.num_replica_groups(job.sync, layout, num_hosts)
-    layout = replicas.shard_within_replica_group(layout, num_replicas)
+    num_replicas = replica_groups.num_replica_groups(job.sync, layout, num_hosts)
+    layout = replica_groups.shard_within_replica_group(layout, num_replicas)
     check_last_step(job, schedule, layout.data)
     return _Plan(job, layout, num_replicas, schedule)
 
@@ -293,7 +319,7 @@ def make_batches(
         sources=opened,
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
-        is_balanced=replicas.is_balanced(job.sync, groups.replica_group.count),
+        is_balanced=replica_groups.is_balanced(job.sync, groups.replica_group.count),
     )
 
 

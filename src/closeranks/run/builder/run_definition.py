@@ -19,8 +19,7 @@ from closeranks.models.user import UserSpec
 from closeranks.run.builder.build import RunInputs
 from closeranks.run.hooks import Hook, TensorBoard
 from closeranks.run.job.job import Job, check_vocabulary, load_job
-from closeranks.run.worker import excepthook
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import excepthook, generation_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,12 @@ class RunDefinition:
 
 def from_job(job: Job) -> RunDefinition:
     def ingredients() -> RunInputs:
-        source = heirloom.open_cached_source(job.data, "train", job.run.seed)
+        source = generation_cache.open_cached_source(job.data, "train", job.run.seed)
         check_vocabulary(job, getattr(source, "vocab_size", 0))
         return RunInputs(
             spec=spec_for(job.model, seq_len=job.data.seq_len),
             source=source,
-            eval_source=heirloom.open_cached_source(job.data, "eval", job.run.seed),
+            eval_source=generation_cache.open_cached_source(job.data, "eval", job.run.seed),
         )
 
     return RunDefinition(job, ingredients)

@@ -13,7 +13,7 @@ from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.batch_history_lookup import broadcast_batch_history
 from closeranks.run.job.job import Job
 from closeranks.run.job.ownership import agree_on_folder
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import generation_cache
 
 
 @dataclass
@@ -35,6 +35,6 @@ class SharedSetup:
     def batch_history(self, group: RankGroup) -> BatchHistory:
         """Collective. The launcher has looked it up already, or rank 0 does so now."""
         folder = self.folder(group)
-        return heirloom.batch_history() or broadcast_batch_history(
+        return generation_cache.batch_history() or broadcast_batch_history(
             self.job, folder, looks=self.world.is_lead, share_text=group.broadcast_text
         )

@@ -24,7 +24,7 @@ from closeranks.optim.config import OptimConfig
 from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import RunConfig, TrainConfig
 from closeranks.sync.config import SyncConfig
-from closeranks.sync.local_sgd import replica_groups as replicas
+from closeranks.sync.local_sgd import replica_groups
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.step_range import parse_step_range
 
@@ -152,7 +152,7 @@ def check_noise(job: Job) -> Iterable[Problem]:
 
 def check_replicas(job: Job) -> Iterable[Problem]:
     train = job.train
-    return replicas.job_problems(
+    return replica_groups.job_problems(
         job.sync,
         steps=train.steps,
         batch_norm=job.layout.batch_norm,
@@ -175,7 +175,7 @@ def layout_for(job: Job, num_workers: int) -> Layout:
         expert=table.expert,
         schedule=table.schedule,
     )
-    return replicas.planned_layout(job.sync, layout)
+    return replica_groups.planned_layout(job.sync, layout)
 
 
 def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = None) -> list[Problem]:
@@ -196,7 +196,7 @@ def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = 
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))
-    return problems or list(replicas.layout_problems(job.sync, layout))
+    return problems or list(replica_groups.layout_problems(job.sync, layout))
 
 
 _SMALL, _LEAST_MICRO, _USUAL_MICRO = 16, 4, 8

@@ -16,7 +16,7 @@ from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
 from closeranks.facts.nearest_layout import nearest_first
 from closeranks.run.job.job import Job, check_workers, demands, layout_for, micro_batch_size
-from closeranks.sync.local_sgd import replica_groups as replicas
+from closeranks.sync.local_sgd import replica_groups
 
 _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
 
@@ -44,7 +44,7 @@ def resize_job(job: Job, num_available: int, num_wanted: int = 0) -> ResizedJob 
     full = layout_for(job, num_wanted or num_available)
     for layout in _layouts(job, full, min(num_available, full.num_ranks)):
         num_workers = layout.num_ranks
-        fitted = job.model_copy(update={"sync": replicas.resized(job.sync, full, layout)})
+        fitted = job.model_copy(update={"sync": replica_groups.resized(job.sync, full, layout)})
         fitted = fitted if layout == layout_for(fitted, num_workers) else _with_layout(fitted, layout)
         if num_workers >= job.elastic.min_workers and not check_workers(fitted, num_workers):
             words = _words(full, layout, job, fitted) if num_wanted or job.layout.data else ""
@@ -61,7 +61,7 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
     """
     split = (full.tensor, full.pipeline, full.schedule)
     alike = (layout for layout in _near(job, full, most) if (layout.tensor, layout.pipeline, layout.schedule) == split)
-    yield from replicas.whole_replica_groups(job.sync, full, _near(job, full, most))
+    yield from replica_groups.whole_replica_groups(job.sync, full, _near(job, full, most))
     yield from alike
     yield from sorted(_near(job, full, most), key=lambda layout: -min(_fineness(layout), _fineness(full)))
 
@@ -107,7 +107,7 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
     if job.layout.batch_norm == "sync" and layout.data != full.data:
         words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
-    return "; ".join(filter(None, (words, replicas.describe_resize(job.sync, fitted.sync))))
+    return "; ".join(filter(None, (words, replica_groups.describe_resize(job.sync, fitted.sync))))
 
 
 def _text(layout: Layout) -> str:

@@ -27,7 +27,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
-from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.status import (
     HostStatus,
     RunStatus,
@@ -88,15 +88,15 @@ class StatusUpdater:
             case RanksClosed():
                 lost, self._lost = self._lost, None
                 if lost is not None:
-                    self._note(lines.closed_line(lost, event, self._num_before or event.world_size))
+                    self._note(event_lines.closed_line(lost, event, self._num_before or event.world_size))
             case SlowRank():
-                self._note(lines.slow_line(event))
+                self._note(event_lines.slow_line(event))
             case HostChanged():
-                self._note(lines.host_line(event))
+                self._note(event_lines.host_line(event))
             case SaveFailed():
-                self._note(lines.save_failed_line(event))
+                self._note(event_lines.save_failed_line(event))
             case Warned():
-                self._note(lines.warned_line(event))
+                self._note(event_lines.warned_line(event))
 
     def update(self, view: JobView) -> float:
         """One turn of the agent; the answer is when, on the monotonic clock, it should look in again at the latest."""
@@ -125,7 +125,7 @@ class StatusUpdater:
         view, now = self._view, time.time()
         happened = tuple(self._happened)
         if self._lost is not None:
-            happened = (*happened, StatusEvent(now, lines.closing_line(self._lost)))
+            happened = (*happened, StatusEvent(now, event_lines.closing_line(self._lost)))
         return RunStatus(
             run=str(self._folder),
             state=state,
@@ -152,7 +152,7 @@ class StatusUpdater:
         """Somebody was lost and no ranks were closed after it."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            self._note(lines.lost_words(lost))
+            self._note(event_lines.lost_words(lost))
 
 
 def _worker(seen: WorkerView) -> WorkerStatus:

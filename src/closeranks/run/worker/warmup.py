@@ -39,7 +39,7 @@ from closeranks.run.builder.build import RunInputs, build
 from closeranks.run.job.job import Job, layout_for
 from closeranks.run.state.state import RunState
 from closeranks.run.step.step import Step
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import generation_cache
 from closeranks.run.worker.process_setup import started_event
 
 _SEQ_LEN, _MICRO_BATCH = 16, 2
@@ -81,7 +81,7 @@ def warm_up(payload: Mapping[str, Any]) -> None:
     job = Job.model_validate(payload["job"])
     if job.train.compile:
         warm_up_compiler()
-    heirloom.cache_sources(job.data, job.run.seed)
+    generation_cache.cache_sources(job.data, job.run.seed)
     if not can_run_backward():
         return
     with preserve_process_state():
@@ -218,11 +218,13 @@ def preserve_process_state() -> Iterator[None]:
     numpy_stream, python_stream = np.random.get_state(), random.getstate()
     hook = sys.excepthook  # torch installs one that prefixes every line with the rank
     torch.set_num_threads(1)
-    heirloom.load_payload({heirloom.KEY: 1.0, heirloom.BUCKET_KEY: 1.0})  # no measurements for a dummy step
+    generation_cache.load_payload(
+        {generation_cache.KEY: 1.0, generation_cache.BUCKET_KEY: 1.0}
+    )  # no measurements for a dummy step
     try:
         yield
     finally:
-        heirloom.load_payload({})
+        generation_cache.load_payload({})
         sys.excepthook = hook
         torch.set_num_threads(threads)
         torch.set_rng_state(stream)

@@ -27,7 +27,7 @@ from closeranks.core.events import (
     Warned,
 )
 from closeranks.core.tracebacks import display_path
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 from closeranks.telemetry.live.throughput import MeterReading
 
 
@@ -51,20 +51,20 @@ def step_fields(
 ) -> tuple[LineField, ...]:
     """The fields of a step's line, in reading order; ``detail`` adds learning rate and gradient norm."""
     of = f"/{started.last_step}" if started.last_step else ""
-    fields = [LineField("step", f"{done.step:>5}{of}"), LineField("loss", wording.number(done.loss))]
+    fields = [LineField("step", f"{done.step:>5}{of}"), LineField("loss", formatting.number(done.loss))]
     if reading.items_per_s is None:
-        fields.append(LineField("", f"first step {wording.duration(done.seconds)}", drop_order=1))
+        fields.append(LineField("", f"first step {formatting.duration(done.seconds)}", drop_order=1))
     else:
-        fields.append(LineField("", wording.rate(reading.items_per_s, started.item), drop_order=1))
+        fields.append(LineField("", formatting.rate(reading.items_per_s, started.item), drop_order=1))
     fields += _peak_fields(reading)
     if done.memory_bytes:
-        fields.append(LineField("mem", wording.size(done.memory_bytes), drop_order=4))
+        fields.append(LineField("mem", formatting.size(done.memory_bytes), drop_order=4))
     if reading.eta_s is not None and done.step < started.last_step:
-        fields.append(LineField("eta", wording.clock(reading.eta_s), drop_order=2))
+        fields.append(LineField("eta", formatting.clock(reading.eta_s), drop_order=2))
     if detail:
         fields += [
             LineField("lr", f"{done.lr:.2e}", drop_order=7),
-            LineField("grad", wording.number(done.grad_norm), drop_order=7),
+            LineField("grad", formatting.number(done.grad_norm), drop_order=7),
         ]
     fields += _metric_fields(done.metrics)
     if num_skipped:
@@ -73,10 +73,10 @@ def step_fields(
 
 
 def _peak_fields(reading: MeterReading) -> list[LineField]:
-    measured = None if reading.peak_share is None else wording.percent(reading.peak_share)
+    measured = None if reading.peak_share is None else formatting.percent(reading.peak_share)
     if reading.mfu is None:
         return [] if measured is None else [LineField("peak", measured, drop_order=3)]
-    fields = [LineField("mfu", wording.percent(reading.mfu), drop_order=3)]
+    fields = [LineField("mfu", formatting.percent(reading.mfu), drop_order=3)]
     if measured is not None:
         fields.append(LineField("", f"(of measured peak {measured})", drop_order=8, gap=" "))
     return fields
@@ -84,7 +84,8 @@ def _peak_fields(reading: MeterReading) -> list[LineField]:
 
 def _metric_fields(metrics: Mapping[str, float]) -> list[LineField]:
     return [
-        LineField(wording.metric_label(name), wording.metric(value), drop_order=6) for name, value in metrics.items()
+        LineField(formatting.metric_label(name), formatting.metric(value), drop_order=6)
+        for name, value in metrics.items()
     ]
 
 
@@ -121,7 +122,7 @@ def is_logged(num_skipped: int) -> bool:
 
 def started_line(started: RunStarted) -> str:
     """What trains, on what, from where to where; and, once, which share of peak the lines will show."""
-    workers = wording.count(started.world_size, "worker")
+    workers = formatting.count(started.world_size, "worker")
     steps = f"steps {started.first_step + 1} to {started.last_step}"
     again = f"generation {started.generation}: " if started.generation else ""
     spread = f"{started.layout}, " if started.layout else ""
@@ -147,17 +148,16 @@ def buckets_line(started: RunStarted) -> str:
     """The size of buckets that was chosen, and by what; empty where the job named it."""
     if started.link_latency_s is None or not started.link_bytes_per_s:
         return ""
-    found = (
-        f"measured {wording.short_duration(started.link_latency_s)} and {wording.byte_rate(started.link_bytes_per_s)}"
-    )
+    latency, rate = formatting.short_duration(started.link_latency_s), formatting.byte_rate(started.link_bytes_per_s)
+    found = f"measured {latency} and {rate}"
     return f"buckets of {started.bucket_mib:g} MiB: {found} between ranks"
 
 
 def parameters(started: RunStarted) -> str:
-    total = f"{wording.compact(started.num_params)} parameters"
+    total = f"{formatting.compact(started.num_params)} parameters"
     if started.num_trainable == started.num_params:
         return total
-    return f"{total} ({wording.compact(started.num_trainable)} of them trained)"
+    return f"{total} ({formatting.compact(started.num_trainable)} of them trained)"
 
 
 def _why_no_mfu(started: RunStarted) -> str:
@@ -179,9 +179,9 @@ def is_cpu(device: str) -> bool:
 
 def evaluated_line(event: Evaluated) -> str:
     metrics = join(_metric_fields(event.metrics))
-    loss = f"eval at step {event.step}  loss {wording.number(event.loss)}"
+    loss = f"eval at step {event.step}  loss {formatting.number(event.loss)}"
     bad = f"{event.num_bad} bad samples left out" if event.num_bad else ""
-    return "  ".join(part for part in (loss, metrics, bad, f"({wording.duration(event.seconds)})") if part)
+    return "  ".join(part for part in (loss, metrics, bad, f"({formatting.duration(event.seconds)})") if part)
 
 
 def noise_line(event: NoiseSeen) -> str:
@@ -195,12 +195,12 @@ def noise_line(event: NoiseSeen) -> str:
 
 def two_digits(value: float) -> str:
     """Two digits: the measurement is no better."""
-    return f"{float(f'{value:.2g}'):g}" if value < 1e5 else wording.compact(value)
+    return f"{float(f'{value:.2g}'):g}" if value < 1e5 else formatting.compact(value)
 
 
 def saved_line(event: Saved) -> str:
-    stall = f", training stood {wording.duration(event.stall_s)}" if event.stall_s else ""
-    took = f"{wording.size(event.bytes)}, {wording.duration(event.seconds)}{stall}"
+    stall = f", training stood {formatting.duration(event.stall_s)}" if event.stall_s else ""
+    took = f"{formatting.size(event.bytes)}, {formatting.duration(event.seconds)}{stall}"
     return f"saved step {event.step}: {display_path(event.path)} ({took})"
 
 
@@ -258,12 +258,12 @@ def closing_line(event: RankLost) -> str:
 
 def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
     """The whole of it, once a step is finished again; ``num_before`` workers there were."""
-    words = [f"{lost_words(lost)}; closed ranks in {wording.duration(closed.seconds)}"]
+    words = [f"{lost_words(lost)}; closed ranks in {formatting.duration(closed.seconds)}"]
     if closed.num_redone > 1:
         words.append(f"{closed.num_redone} steps redone")
     if closed.world_size != num_before:
         spread = f" ({closed.layout})" if closed.layout else ""
-        words.append(f"now on {wording.count(closed.world_size, 'worker')}{spread}")
+        words.append(f"now on {formatting.count(closed.world_size, 'worker')}{spread}")
     return ", ".join(words)
 
 
@@ -277,9 +277,8 @@ _SOURCES = {
 
 def restored_line(event: Restored) -> str:
     source = _SOURCES.get(event.source, f"from {event.source}")
-    return (
-        f"generation {event.generation} goes on after step {event.step}, {source} ({wording.duration(event.seconds)})"
-    )
+    seconds = formatting.duration(event.seconds)
+    return f"generation {event.generation} goes on after step {event.step}, {source} ({seconds})"
 
 
 _COPIES = {
@@ -294,17 +293,18 @@ def snapshots_line(event: Snapshotting) -> str:
     """How often the state is copied, how much memory that takes and what it costs."""
     every = "every step" if event.every == 1 else f"every {event.every} steps"
     where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
-    return f"state kept in memory {every} ({wording.size(event.bytes)} a rank{where}; {wording.duration(event.cost_s)} a copy)"
+    size, cost = formatting.size(event.bytes), formatting.duration(event.cost_s)
+    return f"state kept in memory {every} ({size} a rank{where}; {cost} a copy)"
 
 
 def slow_line(event: SlowRank) -> str:
     host = f" on {event.host}" if event.host else ""
-    times = f"{wording.duration(event.own_s)} a step, the others {wording.duration(event.median_s)}"
+    times = f"{formatting.duration(event.own_s)} a step, the others {formatting.duration(event.median_s)}"
     return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
 
 
 def host_line(event: HostChanged) -> str:
-    size = f" with {wording.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
+    size = f" with {formatting.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
     change = "is not asked any more" if event.change == "quarantined" else event.change
     return f"host {event.host} {change}{size}" + (f": {event.why}" if event.why else "")
 
@@ -320,4 +320,4 @@ _ENDINGS = {
 def ended_line(event: RunEnded) -> str:
     words = _ENDINGS.get(event.reason, event.reason + " at step {step} after {time}")
     why = f": {event.detail}" if event.detail and event.reason == "stopped" else ""
-    return words.format(step=event.step, time=wording.duration(event.seconds)) + why
+    return words.format(step=event.step, time=formatting.duration(event.seconds)) + why

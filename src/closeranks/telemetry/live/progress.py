@@ -36,7 +36,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
-from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter
 from closeranks.telemetry.run_log.run_history import REGROUPED
 
@@ -91,16 +91,16 @@ class ProgressDisplay:
                 self._step(event)
             case Evaluated():
                 self._meter.pause(event.seconds)
-                self._tell(lines.evaluated_line(event))
+                self._tell(event_lines.evaluated_line(event))
             case Saved():
                 self._meter.pause(event.stall_s)
-                self._tell(lines.saved_line(event), style="dim")
+                self._tell(event_lines.saved_line(event), style="dim")
             case SaveFailed():
-                self._tell(lines.save_failed_line(event), style="bold red")
+                self._tell(event_lines.save_failed_line(event), style="bold red")
             case NoiseSeen():
                 self._hear(event)
             case Resumed():
-                self.print_line(lines.resumed_line(event))
+                self.print_line(event_lines.resumed_line(event))
             case Warned():
                 self._warn(event)
             case RunEnded():
@@ -119,10 +119,10 @@ class ProgressDisplay:
             case Snapshotting():
                 self._keep(event)
             case SlowRank():
-                self._tell(lines.slow_line(event), style="yellow")
+                self._tell(event_lines.slow_line(event), style="yellow")
             case HostChanged():
                 gone = event.change in ("lost", "quarantined")
-                self._tell(lines.host_line(event), style="yellow" if gone else "")
+                self._tell(event_lines.host_line(event), style="yellow" if gone else "")
 
     def print_line(self, text: str, *, style: str = "") -> None:
         """A line that stays, above the live one."""
@@ -146,7 +146,7 @@ class ProgressDisplay:
             self._live = None
         failed, self._failed = self._failed, None
         if failed is not None:
-            self.print_line(lines.ended_line(failed))
+            self.print_line(event_lines.ended_line(failed))
 
     def _tell(self, text: str, *, style: str = "") -> None:
         """A line that belongs after the latest step's."""
@@ -164,12 +164,12 @@ class ProgressDisplay:
         self._started = started
         self._meter = ThroughputMeter(started)
         self._began_at = self._clock()
-        self.print_line(lines.started_line(started))
+        self.print_line(event_lines.started_line(started))
         if started.sync:
             self.print_line(started.sync)
         if started.rate:
             self.print_line(started.rate)
-        if told := lines.buckets_line(started):
+        if told := event_lines.buckets_line(started):
             self.print_line(told)
 
     def _step(self, done: StepDone) -> None:
@@ -177,14 +177,14 @@ class ProgressDisplay:
         self._is_latest_shown = False
         if not done.taken:
             self._skipped.add(done.step)
-            if lines.is_logged(len(self._skipped)):
-                self.print_line(lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
+            if event_lines.is_logged(len(self._skipped)):
+                self.print_line(event_lines.skipped_line(self._started, done, len(self._skipped)), style="yellow")
         if self._is_due(done):
             self._show_latest()
 
     def _warn(self, event: Warned) -> None:
         """What is said as a generation begins is said by each of them; a person hears it once."""
-        text = lines.warned_line(event)
+        text = event_lines.warned_line(event)
         if event.step is None and self._started.generation and text in self._said:
             return
         self._said.add(text)
@@ -200,25 +200,25 @@ class ProgressDisplay:
             if far * told < scale < told / far:
                 return
         self._noise_told = scale
-        self._tell(lines.noise_line(event))
+        self._tell(event_lines.noise_line(event))
 
     def _keep(self, event: Snapshotting) -> None:
         last, self._kept = self._kept, event
         if last is None or (last.every, last.copies) != (event.every, event.copies):
-            self.print_line(lines.snapshots_line(event), style="dim")
+            self.print_line(event_lines.snapshots_line(event), style="dim")
 
     def _lose(self, event: RankLost) -> None:
         self._failed = None
         self._settle_lost()  # another fell before ranks were closed: the first gets a line of its own
         self._lost, self._num_before = event, self._num_before or self._started.world_size
-        self._draw_closing(lines.closing_line(event))
+        self._draw_closing(event_lines.closing_line(event))
 
     def _restore(self, event: Restored) -> None:
         """Memory is where the state comes from: only another source, or something found broken, deserves a line."""
         if event.source not in ("memory", "peer"):
-            self._tell(lines.restored_line(event), style="yellow")
+            self._tell(event_lines.restored_line(event), style="yellow")
         elif self._lost is not None:
-            self._draw_closing(f"{lines.closing_line(self._lost)} {lines.restored_line(event)}")
+            self._draw_closing(f"{event_lines.closing_line(self._lost)} {event_lines.restored_line(event)}")
         for text in event.notes:
             self.print_line(f"warning: {text}", style="yellow")
 
@@ -226,7 +226,7 @@ class ProgressDisplay:
         lost, self._lost = self._lost, None
         num_before, self._num_before = self._num_before, 0
         if lost is not None:
-            self.print_line(lines.closed_line(lost, event, num_before or event.world_size), style="bold")
+            self.print_line(event_lines.closed_line(lost, event, num_before or event.world_size), style="bold")
             if self._console.is_interactive:
                 self._is_latest_shown = False
                 self._show_latest()  # over the live line, which told of the closing
@@ -235,7 +235,7 @@ class ProgressDisplay:
         """Leave a line of who was lost where no ranks were closed after it."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            self.print_line(lines.lost_words(lost), style="bold")
+            self.print_line(event_lines.lost_words(lost), style="bold")
 
     def _draw_closing(self, text: str) -> None:
         if self._console.is_interactive:
@@ -250,7 +250,7 @@ class ProgressDisplay:
         self.close()
         if self._started.generation and self._began_at is not None:  # a generation knows of its own time only
             event = replace(event, seconds=max(event.seconds, self._clock() - self._began_at))
-        self.print_line(lines.ended_line(event))
+        self.print_line(event_lines.ended_line(event))
 
     def _is_due(self, done: StepDone) -> bool:
         if done.step in (self._started.first_step + 1, self._started.last_step):
@@ -265,11 +265,13 @@ class ProgressDisplay:
         self._is_latest_shown = True
         done, reading = self._latest
         is_live = self._console.is_interactive
-        fields = lines.step_fields(self._started, done, reading, num_skipped=len(self._skipped), detail=not is_live)
+        fields = event_lines.step_fields(
+            self._started, done, reading, num_skipped=len(self._skipped), detail=not is_live
+        )
         if is_live:
             self._draw(_live_line(fields, done.step, self._started.last_step, self._console.width - 1))
         else:
-            self.print_line(lines.join(fields))
+            self.print_line(event_lines.join(fields))
 
     def _draw(self, line: RenderableType) -> None:
         if self._live is None:
@@ -279,9 +281,9 @@ class ProgressDisplay:
         self._drawn_at = self._clock()
 
 
-def _live_line(fields: Sequence[lines.LineField], step: int, last_step: int, width: int) -> RenderableType:
+def _live_line(fields: Sequence[event_lines.LineField], step: int, last_step: int, width: int) -> RenderableType:
     """One row: the fields that fit, and a slim bar in what room is left."""
-    kept = lines.fit(fields, width)
+    kept = event_lines.fit(fields, width)
     text = Text(no_wrap=True, overflow="ellipsis")
     for place, field in enumerate(kept):
         text.append(field.gap if place else "")

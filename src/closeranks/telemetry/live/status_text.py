@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerStatus
 
 
@@ -60,18 +60,18 @@ def _place(status: RunStatus) -> str:
 
 
 def _ago(status: RunStatus, now: float) -> str:
-    return f"{wording.duration(max(0.0, now - status.at))} ago"
+    return f"{formatting.duration(max(0.0, now - status.at))} ago"
 
 
 def _agent_line(status: RunStatus, now: float) -> str:
     words = [
         f"agent {status.writer.pid} on {status.writer.host}",
-        f"for {wording.duration(max(0.0, now - status.began_at))}",
+        f"for {formatting.duration(max(0.0, now - status.began_at))}",
     ]
-    words.append(wording.count(status.world_size, "worker"))
+    words.append(formatting.count(status.world_size, "worker"))
     if status.snapshot_every:
         every = "every step" if status.snapshot_every == 1 else f"every {status.snapshot_every} steps"
-        words.append(f"state kept in memory {every} ({wording.size(status.snapshot_bytes)} on this host)")
+        words.append(f"state kept in memory {every} ({formatting.size(status.snapshot_bytes)} on this host)")
     return ", ".join(words)
 
 
@@ -83,8 +83,8 @@ def _worker_rows(workers: Sequence[WorkerStatus]) -> list[str]:
             str(one.pid) if one.pid is not None else "-",
             str(one.step) if one.step is not None else "-",
             one.phase,
-            wording.duration(one.own_s) if one.own_s > 0 else "-",
-            wording.size(one.memory_bytes) if one.memory_bytes else "-",
+            formatting.duration(one.own_s) if one.own_s > 0 else "-",
+            formatting.size(one.memory_bytes) if one.memory_bytes else "-",
         )
         for one in workers
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from closeranks.core.events import StepDone
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 
 _NOTICED = 0.02
 """A share of the steps' time below which nobody need act."""
@@ -27,7 +27,7 @@ def data_wait(steps: Sequence[StepDone]) -> str:
     if seconds <= 0:
         return ""
     waited = sum(step.data_wait_s for step in steps) / seconds
-    said = f"{wording.percent(waited)} of the steps' time"
+    said = f"{formatting.percent(waited)} of the steps' time"
     stages = stage_seconds(steps)
     slowest = max(stages, key=lambda name: stages[name])
     if waited < _NOTICED or stages[slowest] == 0:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from closeranks.core.events import HostChanged, Restored, SlowRank
-from closeranks.telemetry import formatting as wording
-from closeranks.telemetry.live import event_lines as lines
+from closeranks.telemetry import formatting
+from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.run_log.fault_history import RunFault, TimedEvent
 from closeranks.telemetry.run_log.run_history import RunHistory
 
@@ -43,7 +43,7 @@ def fault_section(history: RunHistory, *, failed: bool = False) -> str:
 
 
 def _kept(history: RunHistory) -> str:
-    text = lines.snapshots_line(history.snapshots) if history.snapshots is not None else ""
+    text = event_lines.snapshots_line(history.snapshots) if history.snapshots is not None else ""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -52,14 +52,14 @@ def _cost(history: RunHistory) -> str:
     if not faults:
         return ""
     lost_s, whole_s = history.lost_s, history.seconds
-    share = f" of {wording.duration(whole_s)} ({wording.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
-    redone = wording.count(history.fault_history.num_redone, "finished step")
+    share = f" of {formatting.duration(whole_s)} ({formatting.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
+    redone = formatting.count(history.fault_history.num_redone, "finished step")
     told = f"until noticed, until ranks were closed, and in doing {redone} again"
-    return f"{wording.count(len(faults), 'fault')}: {wording.duration(lost_s)}{share} lost in all, {told}."
+    return f"{formatting.count(len(faults), 'fault')}: {formatting.duration(lost_s)}{share} lost in all, {told}."
 
 
 def _when(history: RunHistory, at: float) -> str:
-    return wording.clock(at - history.starts[0].at) if history.starts else _NOTHING
+    return formatting.clock(at - history.starts[0].at) if history.starts else _NOTHING
 
 
 def _fault_rows(history: RunHistory) -> list[_Row]:
@@ -69,17 +69,17 @@ def _fault_rows(history: RunHistory) -> list[_Row]:
 
 def _fault_row(history: RunHistory, fault: RunFault, restored: dict[int, Restored]) -> _Row:
     lost, closed = fault.lost, fault.closed
-    noticed = wording.duration(lost.detected_s) if lost.detected_s > 0 else _NOTHING
+    noticed = formatting.duration(lost.detected_s) if lost.detected_s > 0 else _NOTHING
     if closed is None:
         ending: tuple[str, ...] = (_NOTHING, _NOTHING, "the run ended")
     elif fault.is_followed:
         ending = (_NOTHING, _NOTHING, "another fault came first")
     else:
-        workers = wording.count(closed.world_size, "worker")
+        workers = formatting.count(closed.world_size, "worker")
         source = restored[closed.generation].source if closed.generation in restored else ""
         went_on = ", ".join(filter(None, (workers, closed.layout, f"from {source}" if source else "")))
-        ending = (wording.duration(closed.seconds), str(closed.num_redone), went_on)
-    return _Row(fault.at, (_when(history, fault.at), _in_a_cell(lines.lost_words(lost)), noticed, *ending))
+        ending = (formatting.duration(closed.seconds), str(closed.num_redone), went_on)
+    return _Row(fault.at, (_when(history, fault.at), _in_a_cell(event_lines.lost_words(lost)), noticed, *ending))
 
 
 def _other_rows(history: RunHistory) -> list[_Row]:
@@ -89,9 +89,9 @@ def _other_rows(history: RunHistory) -> list[_Row]:
 def _other_row(history: RunHistory, told: TimedEvent) -> _Row:
     match told.event:
         case SlowRank():
-            what = lines.slow_line(told.event)
+            what = event_lines.slow_line(told.event)
         case HostChanged():
-            what = lines.host_line(told.event)
+            what = event_lines.host_line(told.event)
         case _:
             what = ""
     return _Row(told.at, (_when(history, told.at), _in_a_cell(what), *[_NOTHING] * 4))

@@ -16,7 +16,7 @@ from statistics import median
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.core.printable import printable
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 from closeranks.telemetry.live.event_lines import batch_words, is_cpu, noise_line, parameters
 from closeranks.telemetry.live.throughput import efficiency
 from closeranks.telemetry.reports.data_wait import data_wait
@@ -88,27 +88,27 @@ def headline(history: RunHistory, *, failed: bool = False) -> str:
 
 def _what_ran(history: RunHistory) -> str:
     started = history.started
-    workers = f" on {wording.count(started.world_size, 'worker')}" if started is not None else ""
-    taken = f"Trained {wording.count(len(history.steps), 'step')}{workers} in {wording.duration(history.seconds)}"
+    workers = f" on {formatting.count(started.world_size, 'worker')}" if started is not None else ""
+    taken = f"Trained {formatting.count(len(history.steps), 'step')}{workers} in {formatting.duration(history.seconds)}"
     return f"{taken} ({history.num_skipped} skipped)" if history.num_skipped else taken
 
 
 def _loss_change(taken: Sequence[StepDone]) -> str:
     if not taken:
         return "no update was taken: the gradients of every step were not finite"
-    return f"loss {wording.brief(taken[0].loss)} -> {wording.brief(taken[-1].loss)}"
+    return f"loss {formatting.brief(taken[0].loss)} -> {formatting.brief(taken[-1].loss)}"
 
 
 def _eval_words(evals: Sequence[Evaluated]) -> str:
     if not evals:
         return ""
-    metrics = "".join(f", {name} {wording.metric(value)}" for name, value in evals[-1].metrics.items())
-    return f"eval {wording.brief(evals[-1].loss)}{metrics}"
+    metrics = "".join(f", {name} {formatting.metric(value)}" for name, value in evals[-1].metrics.items())
+    return f"eval {formatting.brief(evals[-1].loss)}{metrics}"
 
 
 def _survived(history: RunHistory) -> str:
     num = sum(fault.closed is not None for fault in history.fault_history.faults)
-    return f"closed ranks after {wording.count(num, 'fault')}" if num else ""
+    return f"closed ranks after {formatting.count(num, 'fault')}" if num else ""
 
 
 def _why(history: RunHistory) -> str:
@@ -211,7 +211,7 @@ def _steps(history: RunHistory, started: RunStarted) -> str:
         return ""
     first, last = history.steps[0].step, history.steps[-1].step
     words = [f"{first} to {last}" + (f" of {started.last_step}" if last < started.last_step else "")]
-    words.append(f"{wording.compact(sum(step.items for step in history.steps))} {started.item}s")
+    words.append(f"{formatting.compact(sum(step.items for step in history.steps))} {started.item}s")
     if history.num_skipped:
         words.append(f"{history.num_skipped} skipped because gradients were not finite")
     if history.restarts:
@@ -225,18 +225,20 @@ def _loss_figure(history: RunHistory) -> str:
         return ""
     last = taken[-max(1, min(10, len(taken) // 10)) :]
     mean = sum(step.loss for step in last) / len(last)
-    ends = f"{wording.number(taken[0].loss)} at step {taken[0].step}, {wording.number(taken[-1].loss)} at the last"
-    return ends if len(last) == 1 else f"{ends} (mean of the last {len(last)}: {wording.number(mean)})"
+    ends = (
+        f"{formatting.number(taken[0].loss)} at step {taken[0].step}, {formatting.number(taken[-1].loss)} at the last"
+    )
+    return ends if len(last) == 1 else f"{ends} (mean of the last {len(last)}: {formatting.number(mean)})"
 
 
 def _eval_figure(evals: Sequence[Evaluated]) -> str:
     if not evals:
         return "none was made"
     last = evals[-1]
-    metrics = "".join(f", {name} {wording.metric(value)}" for name, value in last.metrics.items())
+    metrics = "".join(f", {name} {formatting.metric(value)}" for name, value in last.metrics.items())
     lowest = min(evals, key=lambda event: event.loss)
-    beside = f" (lowest {wording.number(lowest.loss)} at step {lowest.step})" if lowest is not last else ""
-    return f"loss {wording.number(last.loss)}{metrics} at step {last.step}{beside}"
+    beside = f" (lowest {formatting.number(lowest.loss)} at step {lowest.step})" if lowest is not last else ""
+    return f"loss {formatting.number(last.loss)}{metrics} at step {last.step}{beside}"
 
 
 def _time(history: RunHistory) -> str:
@@ -248,15 +250,15 @@ def _time(history: RunHistory) -> str:
         ("saving", history.pauses.saves_s),
         ("faults", history.lost_s),
     )
-    spent = ", ".join(f"{label} {wording.duration(seconds)}" for label, seconds in parts if seconds > 0)
-    return f"{wording.duration(history.seconds)}" + (f" ({spent})" if spent else "")
+    spent = ", ".join(f"{label} {formatting.duration(seconds)}" for label, seconds in parts if seconds > 0)
+    return f"{formatting.duration(history.seconds)}" + (f" ({spent})" if spent else "")
 
 
 def _throughput(history: RunHistory, started: RunStarted) -> str:
     average = history.throughput().items_per_s
     if average is None:
         return "too short to measure (a process's first step does not count)"
-    return f"{wording.rate(average, started.item)} on average, without first steps, evaluation and saving"
+    return f"{formatting.rate(average, started.item)} on average, without first steps, evaluation and saving"
 
 
 def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]:
@@ -264,18 +266,20 @@ def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]
     if average is None:
         return ()
     shares = efficiency(started, average)
-    measured = "" if shares.peak_share is None else f"{wording.percent(shares.peak_share)} of the measured matmul peak"
+    measured = (
+        "" if shares.peak_share is None else f"{formatting.percent(shares.peak_share)} of the measured matmul peak"
+    )
     if shares.mfu is None:
         return (
             ReportFigure("share of peak", f"{measured} (no datasheet for this device, so no MFU)" if measured else ""),
         )
-    return (ReportFigure("MFU", f"{wording.percent(shares.mfu)}" + (f" ({measured})" if measured else "")),)
+    return (ReportFigure("MFU", f"{formatting.percent(shares.mfu)}" + (f" ({measured})" if measured else "")),)
 
 
 def _memory(history: RunHistory, started: RunStarted) -> str:
     most = max((step.memory_bytes for step in history.steps), default=0)
     kind = "resident in rank 0's process" if is_cpu(started.device) else "at its peak on rank 0's device"
-    return f"{wording.size(most)} {kind}" if most else ""
+    return f"{formatting.size(most)} {kind}" if most else ""
 
 
 def _data_wait(history: RunHistory) -> str:
@@ -294,7 +298,7 @@ def _checkpoint(run: RunFolder, history: RunHistory) -> str:
     name = saved.path.rstrip("/").rpartition("/")[2]
     part = re.fullmatch(r"step-\d+-(\d+)", name)
     about = f" (-{part[1]}: saved after the run was opened again; a higher number is always newer)" if part else ""
-    return f"`{name}`{about}, {wording.size(saved.bytes)}"
+    return f"`{name}`{about}, {formatting.size(saved.bytes)}"
 
 
 def latest_save(run: RunFolder, history: RunHistory) -> Saved | None:

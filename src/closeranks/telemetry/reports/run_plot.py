@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.core.events import StepDone
-from closeranks.telemetry import formatting as wording
+from closeranks.telemetry import formatting
 from closeranks.telemetry.live.throughput import efficiency
 from closeranks.telemetry.reports.curves import StepCurve, axis_limits, downsample, rates, smooth_curve, wants_log_scale
 from closeranks.telemetry.run_log.run_folder import RunFolder
@@ -94,11 +94,11 @@ def _subtitle(history: RunHistory) -> str:
     if started is None:
         return steps
     parts = (
-        f"{wording.compact(started.num_params)} parameters",
-        f"{wording.count(started.world_size, 'worker')} on {started.device}",
+        f"{formatting.compact(started.num_params)} parameters",
+        f"{formatting.count(started.world_size, 'worker')} on {started.device}",
         started.precision,
         f"{steps} of {started.last_step}" if started.last_step else steps,
-        wording.duration(history.seconds),
+        formatting.duration(history.seconds),
     )
     return "   ·   ".join(parts)
 
@@ -116,7 +116,7 @@ def _tidy(axes: Any, history: RunHistory) -> None:
     first, last = history.steps[0].step, history.steps[-1].step
     axes.set_xlim(first - 1, last + max(0.5, 0.01 * (last - first)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: wording.tick(value))
+    axes.xaxis.set_major_formatter(lambda value, _: formatting.tick(value))
     axes.set_xlabel("step", fontsize=8.5, color=_QUIET, labelpad=2)
 
 
@@ -151,9 +151,9 @@ def _draw_loss(axes: Any, history: RunHistory) -> None:
     _mark_skipped(axes, history)
     _mark_faults(axes, history, smooth)
     _limit(axes, raw, smooth, [done.loss for done in history.evals], is_log)
-    value = f"{wording.brief(taken[0].loss)} → {wording.brief(taken[-1].loss)}" if taken else "no step was taken"
+    value = f"{formatting.brief(taken[0].loss)} → {formatting.brief(taken[-1].loss)}" if taken else "no step was taken"
     if history.evals:
-        value += f",  evaluation {wording.brief(history.evals[-1].loss)}"
+        value += f",  evaluation {formatting.brief(history.evals[-1].loss)}"
     _title(axes, "loss" + (" (log scale)" if is_log else ""), value)
     has_grown = bool(smooth.finite()) and smooth.finite()[-1] > smooth.finite()[0]
     axes.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper left" if has_grown else "upper right")
@@ -169,7 +169,7 @@ def _limit(axes: Any, raw: StepCurve, smooth: StepCurve, evals: list[float], is_
 def _mark_skipped(axes: Any, history: RunHistory) -> None:
     skipped = [step.step for step in history.steps if not step.taken]
     if skipped:
-        label = wording.count(len(skipped), "skipped step")
+        label = formatting.count(len(skipped), "skipped step")
         feet = axes.get_xaxis_transform()
         axes.plot(
             skipped, [0.015] * len(skipped), color=_RED, marker="|", markersize=9, linestyle="", transform=feet,
@@ -197,7 +197,7 @@ def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
     values = [_value_at(smooth, step) for step in steps]
     axes.plot(
         steps, values, color=_RED, marker="|", markersize=14, markeredgewidth=1.0, linestyle="", zorder=5,
-        label=wording.count(len(faults), "fault") + (", ranks closed" if all(one.closed for one in faults) else ""),
+        label=formatting.count(len(faults), "fault") + (", ranks closed" if all(one.closed for one in faults) else ""),
     )  # fmt: skip
     named = -math.inf
     for step, value, fault in sorted(zip(steps, values, faults, strict=True), key=lambda mark: mark[0]):
@@ -237,7 +237,7 @@ def _draw_metrics(axes: Any, metrics: dict[str, StepCurve]) -> None:
     (first, curve), is_one = next(iter(metrics.items())), len(metrics) == 1
     if not is_one:
         axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
-    value = wording.metric(curve.values[-1]) if is_one else ""
+    value = formatting.metric(curve.values[-1]) if is_one else ""
     _title(axes, f"evaluated {first}" if is_one else "evaluated", value, color=_ORANGE)
 
 
@@ -254,14 +254,14 @@ def _draw_throughput(axes: Any, history: RunHistory, *, is_narrow: bool) -> None
     axes.plot(each.steps, each.values, color=_GREEN, alpha=0.25, linewidth=0.8)
     axes.plot(steady.steps, steady.values, color=_GREEN, linewidth=1.8)
     axes.set_ylim(0, 1.3 * max(steady.finite()))
-    axes.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
-    value = wording.rate(average, item)
+    axes.yaxis.set_major_formatter(lambda value, _: formatting.tick(value))
+    value = formatting.rate(average, item)
     if started is not None and not is_narrow:
         shares = efficiency(started, average)
         if shares.mfu is not None:
-            value += f",  MFU {wording.percent(shares.mfu)}"
+            value += f",  MFU {formatting.percent(shares.mfu)}"
         elif shares.peak_share is not None:
-            value += f",  {wording.percent(shares.peak_share)} of matmul peak"
+            value += f",  {formatting.percent(shares.peak_share)} of matmul peak"
     _title(axes, "throughput", value, color=_GREEN)
 
 
@@ -285,6 +285,6 @@ def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -
     right.tick_params(colors=_QUIET, labelsize=8.5, length=3)
     right.plot(numbers, [step.lr for step in steps], color=_INK, linewidth=1.6)
     right.set_ylim(0, 1.12 * (max((step.lr for step in steps), default=0.0) or 1.0))
-    right.yaxis.set_major_formatter(lambda value, _: wording.tick(value))
+    right.yaxis.set_major_formatter(lambda value, _: formatting.tick(value))
     _title(axes, "gradient norm" + (" (log scale)" if is_log and not is_narrow else ""), color=_PURPLE)
     right.set_title("learning rate", loc="right", fontsize=10, color=_INK, fontweight="bold", pad=7)

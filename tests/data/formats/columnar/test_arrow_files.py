@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from closeranks.core.errors import BadRecordError, DataError, SetupError
-from closeranks.data.formats.columnar import arrow_files as arrow
-from closeranks.data.formats.columnar import arrow_records as arrow_batches
+from closeranks.data.formats.columnar import arrow_files, arrow_records
 from closeranks.data.formats.columnar.arrow_records import ArrowRecords
 from closeranks.data.formats.record_index.saved_index import IndexLocation
 from tests.data.formats.local_files import FolderFiles
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def opened(root: Path) -> ArrowRecords:
-    return arrow.open_records(FolderFiles(root), IndexLocation(str(root.parent / "index")))
+    return arrow_files.open_records(FolderFiles(root), IndexLocation(str(root.parent / "index")))
 
 
 def table(first: int, num_rows: int) -> Any:
@@ -108,7 +107,7 @@ def test_compressed_batches_lie_together_and_are_kept_within_bounds(
     assert records.block == 8
     assert [plain(dict(record)) for record in records.read(np.arange(40))] == [row(number) for number in range(40)]
     assert records._kept_bytes == sum(kept.nbytes for kept in records._kept.values()) > 0
-    monkeypatch.setattr(arrow_batches, "KEPT_BYTES", 1)
+    monkeypatch.setattr(arrow_records, "KEPT_BYTES", 1)
     records.close()
     records.read(np.arange(40))
     assert len(records._kept) == 1
@@ -241,7 +240,7 @@ def test_splits_are_named_to_choose_from(tmp_path: Path) -> None:
     root = tmp_path / "set"
     one = datasets.Dataset.from_dict({"a": [1, 2]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(root)
-    assert arrow.is_format(FolderFiles(root).list(), FolderFiles(root))
+    assert arrow_files.is_format(FolderFiles(root).list(), FolderFiles(root))
     with pytest.raises(DataError, match=r"several datasets: test, train\. Choose one: '.*set/test'"):
         opened(root)
     (root / "dataset_dict.json").unlink()
@@ -316,7 +315,8 @@ def test_a_damaged_batch_is_a_bad_record_that_names_it(folder: Path) -> None:
 
 def test_needs_pyarrow_and_never_datasets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import sys; from closeranks.data.formats import arrow, parquet; assert 'pyarrow' not in sys.modules; "
+        "import sys; from closeranks.data.formats.columnar import arrow_files, parquet_files; "
+        "assert 'pyarrow' not in sys.modules; "
         "import closeranks.data.formats.columnar.arrow_records; assert not {'torch', 'datasets'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

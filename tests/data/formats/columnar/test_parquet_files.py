@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from closeranks.core.errors import BadRecordError, DataError, SetupError
-from closeranks.data.formats.columnar import parquet_files as parquet
-from closeranks.data.formats.columnar import parquet_records as parquet_groups
+from closeranks.data.formats.columnar import parquet_files, parquet_records
 from closeranks.data.formats.columnar.parquet_records import ParquetRecords
 from closeranks.data.formats.record_index.saved_index import IndexLocation
 from tests.data.formats.local_files import FolderFiles
@@ -57,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(root: Path, **settings: Any) -> ParquetRecords:
-    return parquet.open_records(FolderFiles(root, **settings), IndexLocation(str(root.parent / "index")))
+    return parquet_files.open_records(FolderFiles(root, **settings), IndexLocation(str(root.parent / "index")))
 
 
 def test_rows_of_all_files_in_any_order(folder: Path) -> None:
@@ -118,7 +117,7 @@ def test_row_groups_decoded_last_are_kept_within_bounds(folder: Path, monkeypatc
     for _ in range(3):
         records.read(np.arange(NUM_ROWS))
     assert num_read == 4
-    monkeypatch.setattr(parquet_groups, "KEPT_BYTES", 1)
+    monkeypatch.setattr(parquet_records, "KEPT_BYTES", 1)
     records.close()
     for number in (0, 13, 0, 1):
         records.read(np.asarray([number]))
@@ -216,11 +215,11 @@ def test_a_folder_without_rows_is_an_error(tmp_path: Path) -> None:
 
 def test_is_known_by_its_names_without_pyarrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = FolderFiles(folder)
-    assert parquet.is_format(files.list(), files)
+    assert parquet_files.is_format(files.list(), files)
     (folder / "_tmp").mkdir()
     (folder / "_tmp" / "x.parquet").write_bytes(b"half")
     assert len(opened(folder)) == NUM_ROWS
     monkeypatch.delitem(sys.modules, "closeranks.data.formats.columnar.parquet_records")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SetupError, match=r"needs pyarrow.*pip install 'closeranks\[data\]'"):
-        parquet.open_records(files, IndexLocation(str(folder.parent / "index")))
+        parquet_files.open_records(files, IndexLocation(str(folder.parent / "index")))
