@@ -1,4 +1,4 @@
-"""Do compressed gradients and replicas that train apart learn what exact sums learn?
+"""Do compressed gradients and local SGD replicas learn what exact sums learn?
 
 Every compressor, and DiLoCo, on two workers, with whole replicas (``layout.zero=0``) and with state that is sharded
 (``layout.zero=3``; for what trains apart, two replicas of two workers each): the digits to an accuracy, and a small

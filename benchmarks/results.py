@@ -40,7 +40,7 @@ class Spread:
 
 
 def say(text: str) -> None:
-    """A line for people, at once: a benchmark that is cut short has told what it had."""
+    """A line for people, at once: a benchmark that is truncated has told what it had."""
     print(text, flush=True)
 
 

@@ -1,6 +1,6 @@
 """Figures of the source tree: how much of it a step, a save and a resume enter, and how large its rooms are.
 
-``make house`` prints them, so that a change of structure can be compared with what was there before. Counted are calls
+``make house`` prints them, so that a change of structure can be compared with what existed before. Counted are calls
 of our functions in the main thread of one process.
 """
 

@@ -114,7 +114,7 @@ def test_ways_out_that_are_successes(host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("SIGKILL", "out-of-memory"), ("SIGSEGV", "a crash in native code"), ("SIGABRT", "native code gave up")],
+    [("SIGKILL", "out-of-memory"), ("SIGSEGV", "a crash in native code"), ("SIGABRT", "native code called abort()")],
 )
 def test_a_silent_death_is_blamed_before_its_echoes(host: Host, tmp_path: Path, name: str, words: str) -> None:
     for rank in (0, 2):
@@ -177,7 +177,7 @@ def test_the_last_save_is_named_where_there_is_one(host: Host, event: dict[str, 
             os.kill(os.getpid(), signal.SIGINT)
 
     host.run(host.plan("hang", 1, AgentConfig(interrupt_s=0.1), payload={"before": [event]}), interrupt)
-    assert (host.notes[-1] == "Killed before they were done: rank 0. The last save stands.") is stands
+    assert (host.notes[-1] == "Killed before they were done: rank 0. The last checkpoint is valid.") is stands
     assert host.notes[-1].startswith("Killed before they were done: rank 0.")
 
 

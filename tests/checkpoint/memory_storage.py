@@ -57,7 +57,7 @@ class MemoryStorage:
 
     def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
         if name in self.files and not replace:
-            raise ExistsError(f"{name} is there already")
+            raise ExistsError(f"{name} already exists")
         self.change()
         self.files[name] = bytes(data)
 

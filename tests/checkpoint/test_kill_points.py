@@ -171,8 +171,8 @@ def test_a_writer_that_is_killed_is_reported(
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_point_is_reported(fast: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import json, closeranks.checkpoint.save.writer_process; from closeranks.core.system.failpoints import FAILPOINTS"
-    code += "; print(json.dumps(list(FAILPOINTS)))"
+    code = "import json, closeranks.checkpoint.save.writer_process\n"
+    code += "from closeranks.core.system.failpoints import FAILPOINTS\nprint(json.dumps(list(FAILPOINTS)))"
     labels = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert set(SOME) < set(labels)
     for label in labels:
@@ -194,7 +194,7 @@ def test_another_rank_killed_leaves_rank_0_with_a_failed_save_and_the_next_succe
         assert kinds(reports)[-1] == "committed"
         assert loaded_step(tmp_path) == 2
     else:
-        assert "no word from rank 1" in reports[-1].what
+        assert "no report from rank 1" in reports[-1].what
         assert loaded_step(tmp_path) == 1
     for rank in (1, 0):
         reports = save(order(3, rank, 2), where)

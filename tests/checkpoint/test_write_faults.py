@@ -180,7 +180,7 @@ def test_a_disk_that_stands_still(tmp_path: Path) -> None:
                     os.pwrite(buffer, data, 0)
                     one.send(made, buffer)
                     reports = one.wait(30.0)
-                    assert "no sign of life for 1 s" in the_failure(reports)
+                    assert "no heartbeat for 1 s" in the_failure(reports)
                     assert kinds(reports)[-1] == "released"
                 finally:
                     one._patience_s = usual_s

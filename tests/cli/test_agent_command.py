@@ -35,9 +35,9 @@ def token(tmp_path: Path) -> Path:
     [
         (("--join", "nowhere"), "'nowhere' is not an address"),
         (("--join", "127.0.0.1:99999"), "is not an address"),
-        (("--join", "127.0.0.1:1", "--name", ".."), "'..' is no name for a host"),
-        (("--join", "127.0.0.1:1", "--name", "."), "'.' is no name for a host"),
-        (("--join", "127.0.0.1:1", "--name", "a/b"), "'a/b' is no name for a host"),
+        (("--join", "127.0.0.1:1", "--name", ".."), "'..' is not a host name"),
+        (("--join", "127.0.0.1:1", "--name", "."), "'.' is not a host name"),
+        (("--join", "127.0.0.1:1", "--name", "a/b"), "'a/b' is not a host name"),
         (("--join", "127.0.0.1:1", "--token-file", "/no/such/token"), "/no/such/token"),
     ],
 )

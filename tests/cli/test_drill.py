@@ -61,7 +61,7 @@ def test_a_kind_without_means_is_refused_with_the_reason(tmp_path: Path, monkeyp
 def test_train_wants_faults_in_full(tmp_path: Path) -> None:
     said = call("train", write_job(tmp_path), "-n", 2, "--faults", "kill")
     assert said.code == 2
-    assert "`kill` does not say when and whom. Write kill(rank=1, step=3)" in said.err
+    assert "`kill` does not say which rank and step. Write kill(rank=1, step=3)" in said.err
     said = call("train", write_job(tmp_path), "-n", 2, "--faults", "kill(rank=2, step=1)")
     assert said.code == 2
     assert "there is no rank 2" in said.err
@@ -108,7 +108,7 @@ def test_who_never_came_back_was_not_survived() -> None:
     unseen = Injection(InjectedFault("stop", 3, 1), 100.0, 0, 3, "SIGSTOP")
     (row,) = fault_results([unseen], [], QUIET, QUIET, has_finished=True)
     assert not row.survived
-    assert row.note == "SIGSTOP; it was never noticed"
+    assert row.note == "SIGSTOP; it was never detected"
     lost = RecordedRun(LOSSES, events=told((105.0, RankLost(0, 1))))
     (row,) = fault_results([unseen], [], QUIET, lost, has_finished=False)
     assert (row.survived, row.detected_s, row.num_redone) == (False, 5.0, None)
@@ -133,8 +133,8 @@ def test_what_did_not_strike_was_not_survived() -> None:
     failed = Injection(InjectedFault("exception", 2), 100.0, 0, 2, error="rank 0 has no connection to another")
     rows = fault_results([failed], [InjectedFault("kill", 10)], QUIET, QUIET, has_finished=True)
     assert [row.survived for row in rows] == [False, False]
-    assert rows[0].note == "it could not strike: rank 0 has no connection to another"
-    assert rows[1].note.startswith("it did not strike: the run was over")
+    assert rows[0].note == "it could not be injected: rank 0 has no connection to another"
+    assert rows[1].note.startswith("it was not injected: the run was over")
 
 
 def test_what_ends_nothing_is_survived_by_going_on() -> None:
@@ -149,7 +149,7 @@ def test_what_ends_nothing_is_survived_by_going_on() -> None:
     assert [(row.detected_s, row.num_redone, row.survived) for row in rows] == [(4.0, 0, True), (2.5, 0, True)]
     rows = fault_results(strikes, [], QUIET, RecordedRun(LOSSES), has_finished=True)
     assert [(row.detected_s, row.survived) for row in rows] == [(None, True), (None, True)]
-    assert [row.note for row in rows] == ["; it was not called slow", "; no save met it"]
+    assert [row.note for row in rows] == ["; it was not reported as slow", "; no save was affected by it"]
 
 
 def test_the_fault_after_which_losses_differ_is_the_one_that_is_blamed() -> None:
@@ -203,7 +203,7 @@ def test_the_table_and_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_resized_run_is_equal_up_to_a_tolerance_and_says_so() -> None:
     summary = DrillResult(ROWS, 10, losses=True, state="", samples=None, tolerance=1e-4)
-    assert "equal up to 0.0001, for the run was resized" in summary.sentence
+    assert "equal up to 0.0001, because the run was resized" in summary.sentence
     assert "| to 0.0001 |" in markdown_page(
         summary, {"job": "job.toml", "num_workers": 4, "command": "closeranks drill job.toml"}
     )

@@ -89,7 +89,7 @@ def test_a_disk_that_stays_full_costs_no_step(tmp_path: Path, calm: Course, plac
     assert "Traceback" not in done.out + done.err
     assert "the disk is full" in done.err or "no space is left" in done.err
     resumed = done.err.partition("checkpoint.resume=")[2].split(". ")[0].strip().rstrip(".")
-    assert f"The state of step {STEPS} lies in {resumed}/step-{STEPS:08d} instead" in done.err
+    assert f"The state of step {STEPS} is in {resumed}/step-{STEPS:08d} instead" in done.err
     try:
         assert course(place / "run", resumed).digests == calm.digests
     finally:

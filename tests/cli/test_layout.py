@@ -109,7 +109,7 @@ def test_a_layout_is_shown_as_json(tmp_path: Path) -> None:
         (["tensor=3", "-n", 8], ("layout.tensor", "The nearest legal layout is data=2 tensor=4.")),
         (["pipeline=16"], ("8 layers do not fill 16 stages", "The nearest legal layout is data=2 pipeline=8.")),
         (["data=3", "-n", 8], ("takes 3 workers, but 8", "The nearest legal layout is data=8.")),
-        (["tensr=2"], ("'tensr=2' names no axis", "Did you mean 'tensor'?")),
+        (["tensr=2"], ("'tensr=2' is not an axis", "Did you mean 'tensor'?")),
         (["pipeline=2 schedule=zbw"], ("there is no schedule 'zbw'", "Did you mean 'zbv'?")),
         (["context=2"], ("layout.context",)),
         (["tensor=2", "train.stepz=3"], ("train.stepz", "Did you mean")),

@@ -43,7 +43,7 @@ def under_torchrun(tmp_path: Path, *arguments: str, size: int = 1) -> tuple[int,
 def test_a_launchers_number_of_workers_stands(tmp_path: Path) -> None:
     code, err = under_torchrun(tmp_path, "-n", "3", size=2)
     assert code == 2
-    assert "3 were asked for, but torchrun has started 2 workers. Leave it away." in err
+    assert "3 were asked for, but torchrun has started 2 workers. Leave it out." in err
 
 
 def test_a_mistake_under_a_launcher_is_told_once_and_nothing_else(tmp_path: Path) -> None:

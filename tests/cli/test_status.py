@@ -102,7 +102,7 @@ def test_an_agent_that_was_killed_is_not_taken_at_its_word(tmp_path: Path) -> No
     assert said.code == 0
     assert "last heard" in said.out
     assert f"process {running.process.pid} on " in said.out
-    assert "is gone and did not say how the run ended" in said.out
+    assert "is gone and did not report how the run ended" in said.out
     assert json.loads(call("status", tmp_path, "--json").out)["heard"] == "gone"
 
 
@@ -112,7 +112,7 @@ def test_a_file_from_another_machine_is_told_with_its_age(tmp_path: Path) -> Non
     StatusWriter(tmp_path).write(replace(status, writer=far, at=time.time() - 3 * 3600))
     said = call("status", tmp_path)
     assert "last heard 3 h 0 min ago (step 12 of 40, generation 1)" in said.out
-    assert "on another.example, cannot be asked from this machine" in said.out
+    assert "on another.example, cannot be checked from this machine" in said.out
 
 
 def test_a_run_without_an_agent_is_told_by_its_metrics(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_without_an_agent_is_told_by_its_metrics(tmp_path: Path) -> None:
     recorder.emit(RunStarted(last_step=60, world_size=2))
     recorder.emit(StepDone(step=41))
     recorder.close()
-    assert "(step 41 of 60, generation 0): no agent of ours watches it" in call("status", tmp_path).out
+    assert "(step 41 of 60, generation 0): no agent watches it" in call("status", tmp_path).out
 
 
 def test_a_folder_that_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:

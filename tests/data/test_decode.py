@@ -109,11 +109,11 @@ def test_broken_images_are_bad_records_whatever_is_broken() -> None:
                 refused.append(str(error))
     assert len(refused) > 100
     assert all("field 'image' is" in reason for reason in refused)
-    with pytest.raises(BadRecordError, match=r"at 'a.tar', byte 7: field 'jpg' is no sound image"):
+    with pytest.raises(BadRecordError, match=r"at 'a.tar', byte 7: field 'jpg' is a damaged image"):
         decode({"jpg": encoded(picture(), "JPEG")[:100]}, where="'a.tar', byte 7")
 
 
-@pytest.mark.parametrize(("data", "words"), [(b"", "is empty"), (b"words", "is no image that can be read")])
+@pytest.mark.parametrize(("data", "words"), [(b"", "is empty"), (b"words", "is not a readable image")])
 def test_bytes_that_are_no_image_are_told_in_words(data: bytes, words: str) -> None:
     with pytest.raises(BadRecordError) as caught:
         decode({"jpg": data})
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_image_are_told_in_words(data: bytes, words: str) -> N
 def test_a_cut_image_is_found_in_full_and_a_sound_one_is_none() -> None:
     sound = encoded(picture((40, 30)), "JPEG")
     assert image_error(sound, in_full=True) == ""
-    assert "is no sound image" in image_error(sound[:-200], in_full=True)
+    assert "is a damaged image" in image_error(sound[:-200], in_full=True)
 
 
 def test_an_image_as_hugging_face_stores_it() -> None:
@@ -188,16 +188,16 @@ def test_fields_are_chosen_and_named() -> None:
     assert found["deep"].tolist() == [1.5]
     assert found["t"] == "x"
     assert sorted(found) == ["deep", "t", "y"]
-    with pytest.raises(BadRecordError, match=r"field 'png' is not there, only cls, jpg, json, seg.txt"):
+    with pytest.raises(BadRecordError, match=r"field 'png' is missing; found cls, jpg, json, seg.txt"):
         decode(record, fields={"x": "png"})
-    with pytest.raises(BadRecordError, match=r"field 'json.a.c' is not there: nothing in 'json' is called 'c'"):
+    with pytest.raises(BadRecordError, match=r"field 'json.a.c' is missing: nothing in 'json' is called 'c'"):
         decode(record, fields={"x": "json.a.c"})
 
 
 @pytest.mark.parametrize(
     ("field", "data", "reason"),
     [
-        ("cls", b"seven", "is no number"),
+        ("cls", b"seven", "is not a number"),
         ("json", b"{", "is no JSON: .* at character 1 of the record"),
         ("json", b"[" * 100_000, "is no JSON"),
         ("txt", b"ab\xff", r"is not UTF-8 \(byte 2\)"),
@@ -281,7 +281,7 @@ def test_what_only_begins_like_an_image_stays_bytes(data: bytes) -> None:
 
 def test_a_name_that_says_something_is_believed() -> None:
     assert not is_image("npy", encoded(picture()))
-    with pytest.raises(BadRecordError, match="field 'npy' is no array"):
+    with pytest.raises(BadRecordError, match="field 'npy' is not a NumPy array"):
         decode({"npy": encoded(picture())})
     with pytest.raises(BadRecordError, match="field 'txt' is not UTF-8"):
         decode({"txt": encoded(picture())})

@@ -1,4 +1,4 @@
-"""Votes of replicas that train apart: each decides for itself, and all hear of all when they meet."""
+"""Votes of local SGD replicas: each decides for itself, and all hear of all when they meet."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_it_is_named_and_not_tried_for_ever(tmp_path: Path, settings: tuple[str,
     first, *_ = done.err.splitlines()
     assert "failed 2 times in the same way" in first
     assert "This is deterministic" in first
-    assert "waiting for data; a sample is read at" in first
+    assert "waiting for data; reading a sample at" in first
     assert PLACE in first
     assert "The state in memory was written to" in done.err
     assert "most recent call first" not in done.out, "stacks are for the log"

@@ -72,6 +72,6 @@ def assert_complete(folder: Path, expected: Sequence[float]) -> None:
     """Everything a run leaves, and the very losses of the run it is compared with, on both ranks."""
     names = ["checkpoints/latest", "curve.png", "report.md", "job.toml", "config.json"]
     assert [name for name in names if not (folder / name).is_file()] == []
-    assert "did not end in order" not in (folder / "report.md").read_text()
+    assert "did not end cleanly" not in (folder / "report.md").read_text()
     assert [losses(folder, rank) for rank in (0, 1)] == [list(expected)] * 2
     assert endings(folder) == [(len(expected), "finished")] * 2

@@ -73,7 +73,7 @@ def test_after_sigterm_all_ranks_stop_together_and_the_run_goes_on_as_if_nothing
         text, _ = process.communicate(timeout=300)
     (stopped_at, reason), other = endings(folder)
     assert other == (stopped_at, reason) == (stopped_at, "drained")
-    assert said(text) == [f"closeranks: stopped at step {stopped_at}. Go on with checkpoint.resume={folder}."]
+    assert said(text) == [f"closeranks: stopped at step {stopped_at}. Resume via checkpoint.resume={folder}."]
     assert process.returncode == 143
 
     last = stopped_at + 3
@@ -131,7 +131,7 @@ def test_a_port_in_use_is_told_once(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_a_first_host_that_nobody_knows_is_told_at_once(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.srun(*TWO_HOSTS, *job(tmp_path / "run", "train.steps=4"))
-    assert [("'n1' is not known here" in line, "Set MASTER_ADDR" in line) for line in said(done.text)] == [(True, True)]
+    assert [("'n1' does not resolve" in line, "Set MASTER_ADDR" in line) for line in said(done.text)] == [(True, True)]
     assert done.task_codes()[0] == 2
 
 

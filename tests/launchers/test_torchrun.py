@@ -49,4 +49,4 @@ def test_a_mistake_is_told_once(tmp_path: Path, mistake: str, sentence: str) -> 
 def test_a_number_of_workers_that_torchrun_did_not_start_is_refused(tmp_path: Path) -> None:
     done = launched(*TORCHRUN, *TRAIN, "-n", "3", f"run.folder={tmp_path}/run")
     assert len(said(done.stderr)) == 1
-    assert "-n: 3 were asked for, but torchrun has started 2 workers. Leave it away." in done.stderr
+    assert "-n: 3 were asked for, but torchrun has started 2 workers. Leave it out." in done.stderr

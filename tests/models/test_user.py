@@ -123,7 +123,7 @@ def test_an_unknown_factory_gets_a_hint() -> None:
     [
         ("loss_is_a_float", ["returned a float, not a tensor", "def loss_is_a_float"]),
         ("loss_per_sample", ["returned a tensor of shape [5], not one number", "def loss_per_sample"]),
-        ("detached_loss", ["no parameter leads to", "def detached_loss"]),
+        ("detached_loss", ["depends on no parameter", "def detached_loss"]),
         ("loss_total_is_a_float", ["whose total is a float", "def loss_total_is_a_float"]),
         ("summed_loss", ["reports the metrics hits, but model.metrics says none", "def summed_loss"]),
         ("key_error_loss", ["raised KeyError: 'features'", "the batch holds x, y", "no such key"]),

@@ -256,7 +256,7 @@ def test_an_except_of_the_users_does_not_stop_the_first_stage() -> None:
 def test_a_unit_that_returns_no_tensor_is_named() -> None:
     spec, module = made(factory=Paired)
     assert spec.chain is not None
-    with pytest.raises(ModelError, match="the stage 'embed' returned a tuple, but stages hand on one tensor"):
+    with pytest.raises(ModelError, match="the stage 'embed' returned a tuple, but stages pass on one tensor"):
         spec.chain.run_unit(module, 0, batch()["x"])
 
 
@@ -268,7 +268,7 @@ def test_a_mistake_in_the_loss_is_blamed_as_ever() -> None:
 
 
 def test_stages_need_a_loss_apart_from_the_module() -> None:
-    with pytest.raises(ModelError, match=r"model.stages needs a loss apart from the module.*Give model.loss"):
+    with pytest.raises(ModelError, match=r"model.stages needs a separate loss function.*Give model.loss"):
         made(function=None)
 
 

@@ -52,7 +52,7 @@ def test_groups_are_those_of_the_mesh() -> None:
         (["a"], "a"),
         (["m.0", "m.1", "m.2", "head"], "m.0..2, head"),
         (["m.0", "m.2", "n.3"], "m.0, m.2, n.3"),
-        (["m.0", ""], "m.0, what stands outside all units"),
+        (["m.0", ""], "m.0, modules outside all units"),
     ],
 )
 def test_numbered_neighbours_stand_together(names: list[str], text: str) -> None:

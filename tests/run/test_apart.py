@@ -190,7 +190,7 @@ def test_a_lost_host_was_one_replica(place: Path, copies: str, sources: list[tup
     case = Case(place / "run", "data=4 zero=3", tables=tables, hosts=(0, 0, 1, 1), deaths=((3, "step:4"),))
     run_and_die(case)
     (started,) = events(case, RunStarted)
-    assert started.apart.startswith("2 replicas train apart and meet every 2 steps")
+    assert started.apart.startswith("2 replicas, outer step every 2 steps")
     assert started.layout == "data=4 zero=3 shard=2"
     shutil.rmtree(place / "run" / "host-1")
     run(replace(case, generation=1, hosts=(0, 0, 2, 2), deaths=()))
@@ -267,7 +267,7 @@ def test_a_round_is_told_when_it_is_over(tmp_path: Path, alone: None) -> None:
         for step in session:
             told.append((step.index, [done.step for done in of_kind(tmp_path, StepDone)]))
             if step.index % 2:
-                with pytest.raises(UserError, match=f"replicas train apart.*after step {step.index + 1}"):
+                with pytest.raises(UserError, match=f"between outer steps.*after step {step.index + 1}"):
                     session.save()
             if step.index == 2:
                 time.sleep(0.2)  # of the round that ends with step 4
@@ -280,15 +280,15 @@ def test_a_round_is_told_when_it_is_over(tmp_path: Path, alone: None) -> None:
     assert sum(done.seconds for done in steps) <= time.monotonic() - began
     assert [one.step for one in of_kind(tmp_path, Evaluated)] == [4, 5]  # due after step 3, and at the end
     (started,) = of_kind(tmp_path, RunStarted)
-    assert started.apart == "1 replica meets itself every 2 steps: DiLoCo, outer lr 0.7, momentum 0.9"
+    assert started.apart == "1 replica, outer step every 2 steps: DiLoCo, outer lr 0.7, momentum 0.9"
 
 
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"sync": {"local": {"every": 300}}}, "would never do so in a run of 6 steps"),
-        ({"sync": {"local": {"every": 6, "fragments": 4}}}, "4 fragments cannot meet evenly within 6 steps"),
-        ({"sync": {"local": {"every": 2}}, "layout": {"batch_norm": "sync"}}, "but replicas train apart"),
+        ({"sync": {"local": {"every": 300}}}, "would never happen in a run of 6 steps"),
+        ({"sync": {"local": {"every": 6, "fragments": 4}}}, "4 fragments cannot be spaced evenly within 6 steps"),
+        ({"sync": {"local": {"every": 2}}, "layout": {"batch_norm": "sync"}}, "but replicas train locally"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path, tables: dict[str, Any], words: str) -> None:
@@ -312,14 +312,14 @@ def test_a_smaller_job_has_fewer_replicas(layout: str, replicas: int, num_worker
     found = resize_job(job, num_workers)
     assert found is not None
     assert (str(found.layout), found.job.sync.local.replicas) == (fitted, left)
-    assert found.summary.endswith(f"of {replicas} train apart") == (left != replicas)
+    assert found.summary.endswith(f"of {replicas} remain") == (left != replicas)
 
 
 def test_replicas_that_do_not_come_out_even() -> None:
     (problem,) = check_workers(job_of("data=4", {"replicas": 3}), 4)
     assert (problem.place, problem.what) == (
         "sync.local.replicas",
-        "4 data ranks do not divide into 3 replicas that train apart",
+        "4 data ranks do not divide into 3 local SGD replicas",
     )
 
 
@@ -353,7 +353,7 @@ def test_a_slow_replica_is_given_less_to_do(tmp_path: Path) -> None:
     assert slow[-1] < 4 < fast[-1]
     assert tree(tmp_path)["data"]["shares"] == [fast[-1], slow[-1]]  # a resumed run goes on with them
     said = [event.what for event in of_kind(tmp_path, Warned)]
-    assert any("replicas share the micro-batches of a step as" in text for text in said)
+    assert any("replicas split the micro-batches of a step" in text for text in said)
     again = run_world(resumed, 2, tmp_path, timeout_s=300)
     assert again == [fast[-1], slow[-1]]
 

@@ -163,7 +163,7 @@ def test_what_is_lost_is_measured_and_said(tmp_path: Path) -> None:
     told = events(one, Compressed)
     assert [event.step for event in told] == [1, 3, 5]
     assert all(1e-4 < event.relative_error < 0.1 and event.cosine > 0.99 for event in told)
-    assert events(one, RunStarted)[0].sync == "gradients travel in 8 bits, the rest is remembered"
+    assert events(one, RunStarted)[0].sync == "gradients are sent in 8 bits, with error feedback"
 
 
 def test_warm_up_is_the_plain_run(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_cannot_be_compressed_is_refused() -> None:
 
 
 def apart(folder: Path, name: str, layout: str, **local: Any) -> Case:
-    """Replicas that train apart and meet twice in six steps; what they tell each other is compressed."""
+    """Local SGD replicas with two outer steps in six steps; what they tell each other is compressed."""
     one = case(folder, name, layout, measure_every=1)
     one.tables["sync"]["local"] = {"every": 3, **local}
     return one

@@ -43,7 +43,7 @@ def test_something_is_said_before_anything_heavy_and_the_result_after_the_report
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["torch is loaded: False", "closeranks: loading PyTorch's distributed parts ..."]
+    assert lines[:2] == ["torch is loaded: False", "closeranks: importing PyTorch's distributed modules ..."]
     assert lines[2].startswith("5 parameters on 1 worker")
     assert lines[-2:] == ["report: run/report.md", "result: 3"]
     assert (tmp_path / "run" / "curve.png").exists(), "drawn before the interpreter has ended"

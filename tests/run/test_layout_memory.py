@@ -77,7 +77,7 @@ def measure(folder: Path, job: Job) -> Measured:
 
 LASTING = ("padding of buckets", "slices of summed gradients")
 """What lies beside weights, gradients and optimizer state for longer than one collective or one block."""
-UNDER_WAY = ("gradients on their way", "slices arriving", "gradients of a unit, and of one on its way")
+UNDER_WAY = ("gradients in flight", "slices arriving", "gradients of a unit, and of one in flight")
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

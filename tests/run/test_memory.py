@@ -30,7 +30,7 @@ def test_a_micro_batch_that_does_not_fit(tmp_path: Path) -> None:
         done = closeranks("train", TINY, "-n", 2, *FAST, *sizes, cwd=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    refused(done, "ran out of memory", "halve train.micro_batch", "MiB more was asked for", *PARTS)
+    refused(done, "ran out of memory", "halve train.micro_batch", "MiB more was requested", *PARTS)
     assert "DefaultCPUAllocator" not in done.err + done.out
     assert done.err.count("ran out of memory") == 1, "told once, by one rank"
 

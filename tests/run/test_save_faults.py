@@ -158,7 +158,7 @@ def test_a_disk_that_stands_still_too_long_fails_the_save(tmp_path: Path) -> Non
     run, place = tmp_path / "run", tmp_path / "disk"
     with disk(place), handle_of(place) as handle:
         train(run, hooks=[Slow(), Impatient(handle)], train={"steps": 8}, checkpoint=settings(place / "saved"))
-        assert_went_on(run, place / "saved", "no sign of life")
+        assert_went_on(run, place / "saved", "no heartbeat")
 
 
 def in_own_mounts() -> None:
@@ -224,7 +224,7 @@ def test_the_last_state_of_a_run_is_saved_elsewhere_and_said_where(tmp_path: Pat
         with pytest.raises(SetupError, match="read-only") as caught:
             train(tmp_path / "run", hooks=[At(acts)], train={"steps": 4}, optim=even, checkpoint=how)
     (refuge,) = spare.iterdir()
-    assert f"The state of step 4 lies in {refuge}/step-00000004 instead. Go on with checkpoint.resume={refuge}." in str(
+    assert f"The state of step 4 is in {refuge}/step-00000004 instead. Resume via checkpoint.resume={refuge}." in str(
         caught.value
     )
     (saved,) = of_kind(tmp_path / "run", Saved)
@@ -239,7 +239,7 @@ def test_where_no_place_has_room_nothing_is_left_there(tmp_path: Path, monkeypat
     with tmpfs(tmp_path / "disk", "8m") as place, tmpfs(tmp_path / "small", "4k") as small:
         monkeypatch.setattr(fallback_folders, "bases", lambda: (str(small),))
         acts: Acts = {2: lambda: command("mount", "-o", "remount,ro", place)}
-        with pytest.raises(SetupError, match="the checkpoint before this one still counts"):
+        with pytest.raises(SetupError, match="the previous checkpoint is still valid"):
             train(tmp_path / "run", hooks=[At(acts)], checkpoint={"every": 0, "folder": str(place / "saved")})
         assert list(small.iterdir()) == []
 

@@ -54,5 +54,5 @@ def test_one_that_fails_is_named_once_and_training_goes_on(tmp_path: Path, place
     assert heard.calls[-1].startswith(place), "it is not called again"
     assert other.calls == ["start", "log 1", "log 2", "log 3", "log 4", "end finished"]
     (told,) = [event.what for event in of_kind(tmp_path, Warned) if "tracker" in event.what]
-    assert "Heard no longer follows the run" in told
+    assert "Heard is disabled for the rest of the run" in told
     assert "the tracker's server is gone" in told

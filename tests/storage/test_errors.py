@@ -97,7 +97,7 @@ def test_a_refusal_is_told_once(error: Exception, kind: type[StorageError]) -> N
         (errno.EROFS, DeniedError, "read-only"),
         (errno.EACCES, DeniedError, "permission denied"),
         (errno.ENOENT, MissingError, "no such file"),
-        (errno.EEXIST, ExistsError, "there already"),
+        (errno.EEXIST, ExistsError, "already exists"),
         (errno.EIO, StorageError, "input/output error"),
         (errno.ENAMETOOLONG, StorageError, "too long"),
     ],

@@ -125,7 +125,7 @@ def test_a_torn_file_is_told(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     put(storage, "data", bytes(1000))
     os.truncate(tmp_path / "data", 700)
-    with pytest.raises(StorageError, match=r"data is cut short: 200 of 300 bytes are there from byte 500 on"):
+    with pytest.raises(StorageError, match=r"data is truncated: 200 of 300 bytes are there from byte 500 on"):
         storage.read("data", 500, 300)
 
 

@@ -1,4 +1,4 @@
-"""Replicas that train apart, by hand: copies of a model in one process, plain torch, the published rule."""
+"""Local SGD replicas, by hand: copies of a model in one process, plain torch, the published rule."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ USE = MemoryUse(
 
 def test_the_message_says_what_took_the_memory_and_what_to_change() -> None:
     assert explain(USE).splitlines() == [
-        "NVIDIA H200 ran out of memory (139.0 GiB in all) when 40.0 GiB more was asked for. "
+        "NVIDIA H200 ran out of memory (139.0 GiB in all) when 40.0 GiB more was requested. "
         "This process held 100.0 GiB of it:",
         "  parameters                     6.0 GiB",
         "  gradients                      6.0 GiB",
@@ -31,7 +31,7 @@ def test_the_message_says_what_took_the_memory_and_what_to_change() -> None:
         "To fit, most effective first:",
         "  - halve train.micro_batch: activations halve with it, while train.global_batch and the learning rate stay",
         '  - train.precision = "bf16": activations take about half',
-        '  - train.recompute = "full": a block keeps its inputs alone, and is computed twice',
+        '  - train.recompute = "full": a block keeps only its inputs, and is computed twice',
         "  - shorten data.seq_len: activations shrink with it",
         "  - layout.zero = 3 on several workers: each keeps its share of parameters, gradients and optimizer state",
     ]

@@ -83,4 +83,4 @@ def test_a_full_disk_is_told_once_and_a_new_file_is_begun_when_there_is_room(
         sink.handle(step(number + 1, loss=2.0))
         sink.close()
         assert (number + 1, 2.0) in scalars(place)["train/loss"]
-    assert told == [Warned("nothing is written for TensorBoard while that fails: No space left on device")]
+    assert told == [Warned("TensorBoard scalars cannot be written: No space left on device")]

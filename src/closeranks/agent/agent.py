@@ -123,7 +123,7 @@ class Agent:
         elif lead is None or not lead.has_generation or lead.stop is not None:
             self._listener.on_note("SIGUSR1: there is nothing to save now.")
         else:
-            self._listener.on_note("SIGUSR1: all ranks save after the same step, and go on.")
+            self._listener.on_note("SIGUSR1: all ranks save after the same step and continue.")
             lead.request(SAVE)
 
     def _on_stop(self, signum: int) -> None:
@@ -146,7 +146,7 @@ class Agent:
 
     def _tell_of_killed(self, outcome: JobOutcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":
-            last = " The last save stands." if self._saved_step >= 0 else ""
+            last = " The last checkpoint is valid." if self._saved_step >= 0 else ""
             self._listener.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")
 
 
@@ -155,4 +155,4 @@ def _make_folder(plan: LaunchPlan) -> None:
         plan.log_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "Choose another folder for the run, or make this one writable."
-        raise SetupError(f"the folder {plan.log_folder} cannot be made ({error.strerror})", fix) from None
+        raise SetupError(f"the folder {plan.log_folder} cannot be created ({error.strerror})", fix) from None

@@ -18,6 +18,6 @@ class AgentConfig(ConfigTable):
     interrupt_s: float = Field(default=1.5, ge=0.0)
     """The same after Ctrl-C. A second Ctrl-C kills at once."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the store on which the workers find each other; 0 takes any free one."""
+    """Port of the store that workers use for rendezvous; 0: any free port."""
     host: str = "127.0.0.1"
     """Address that the store and the workers bind to."""

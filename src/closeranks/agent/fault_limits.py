@@ -20,7 +20,7 @@ class FaultLimits:
     """The deadline of a phase that has not been seen yet."""
     stragglers: Literal["report", "evict", "off"] = "report"
     slow_ratio: float = 1.5
-    """How many times the median of the others counts as slow."""
+    """A worker that takes this many times the median of the others counts as slow."""
     slow_steps: int = 20
     """For how many steps in a row a rank must be slow."""
     max_faults: int = 20

@@ -98,7 +98,7 @@ class RemoteAgent:
         assert self._client is not None
         self._client.wake()
         if self._station is None and self._client.num_refused >= _MOST_REFUSED:
-            fix = "Look whether that is the lead, of this version, and give its token (--token-file, CLOSERANKS_TOKEN)."
+            fix = "Check that it is the leader, of this version, and pass its token (--token-file, CLOSERANKS_TOKEN)."
             raise SetupError(self._client.trouble.rstrip("."), fix)
         now = time.monotonic()
         if self._host is not None and self._station is None:
@@ -107,7 +107,7 @@ class RemoteAgent:
         if self._station is not None:
             until.append(self._station.tick(now))
         if self._leave_by is not None and now >= self._leave_by:
-            self._end = self._end or ParticipationEnded("it was asked to go")
+            self._end = self._end or ParticipationEnded("it was asked to leave")
         if self._end is not None:
             return now
         return min((at for at in until if at is not None), default=None)
@@ -153,13 +153,13 @@ class RemoteAgent:
         try:
             letter = Envelope.from_fields(fields)
         except ProtocolError as error:
-            peer.refuse(f"sent what is no letter: {error}")
+            peer.refuse(f"sent an invalid message: {error}")
             return
         if self._station is not None:
             self._station.receive(letter)
 
     def _on_close(self, peer: ControlConnection, why: str) -> None:
-        self._on_note(f"The lead at {self._address} {why}; looking for it again.")
+        self._on_note(f"The leader at {self._address} {why}; looking for it again.")
         if self._station is not None:
             self._station.on_disconnected()
 
@@ -175,15 +175,15 @@ class RemoteAgent:
     def _hear_plan(self, told: Any, lead: Any, peer: ControlConnection) -> None:
         if self._host is not None:
             if told.get("job") != self._job:
-                self._abandon("another job is led from there now")
+                self._abandon("another job runs there now")
             return
         if lead == self._name:
             if self._is_named:
-                raise SetupError(f"the lead's host is called {lead} too", "Give this one another --name.")
+                raise SetupError(f"the leader's host is called {lead} too", "Give this one another --name.")
             self._name = f"{self._name}-{os.getpid()}"
         try:
             if told["version"] != __version__:
-                what = f"the lead has closeranks {told['version']}, this host {__version__}"
+                what = f"the leader has closeranks {told['version']}, this host {__version__}"
                 raise SetupError(what, "Install the same version on all hosts.")
             plan = self._plan_of(told, peer.local_host)
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ class RemoteAgent:
             raise SetupError(f"{error.filename or self._folder} cannot be used here ({error.strerror})", fix) from None
         except (KeyError, TypeError, ValueError) as error:
             fix = "Use the same version on all hosts."
-            raise SetupError(f"the lead's plan cannot be read ({error})", fix) from None
+            raise SetupError(f"the leader's plan cannot be read ({error})", fix) from None
         self._start_host(plan)
 
     def _plan_of(self, told: dict[str, Any], local_host: str) -> LaunchPlan:
@@ -249,13 +249,13 @@ class RemoteAgent:
 
     def _on_signal(self, signum: int) -> None:
         if signum == signal.SIGUSR1:
-            self._on_note("SIGUSR1: ask the lead for a save.")
+            self._on_note("SIGUSR1: only the leader can save. Send it there.")
         elif self._leave_by is not None or self._station is None:
-            self._end = self._end or ParticipationEnded("it was asked to go")
+            self._end = self._end or ParticipationEnded("it was asked to leave")
         else:
             self._leave_by = time.monotonic() + _LEAVE_S
-            self._on_note("Leaving the job at the next step. Ask again to leave at once.")
-            self._station.leave("it was asked to go")
+            self._on_note("Leaving the job at the next step. Send the signal again to leave at once.")
+            self._station.leave("it was asked to leave")
 
     def _conclude(self, end: ParticipationEnded) -> str:
         must_rescue = end.is_lost or end.rescues
@@ -266,7 +266,7 @@ class RemoteAgent:
         )
         if not end.is_lost:
             return f"{end.reason}. {saved.rstrip('.')}" if saved else end.reason
-        raise RunFailed(f"the lead at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())
+        raise RunFailed(f"the leader at {self._address} was lost, and the job with it: {end.reason}. {saved}".rstrip())
 
 
 def _num_cores() -> int:

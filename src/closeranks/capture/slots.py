@@ -252,14 +252,14 @@ def decode_header(header: bytes) -> tuple[SlotHeader, SlotExtents] | str:
     if magic == _WRITING:
         return "torn: it was being written"
     if magic == _VOID:
-        return "damaged: it was given up"
+        return "damaged: it was invalidated"
     if len(header) < HEADER_BYTES or magic == _NOTHING:
         return "empty"
     if magic != _MAGIC:
         return f"foreign: it begins with {magic!r}"
     (found,) = _CRC.unpack_from(header, HEADER_BYTES - _CRC.size)
     if crc32c(header[: HEADER_BYTES - _CRC.size]) != found:
-        return "damaged: its header is not as it was written"
+        return "damaged: its header does not match its checksum"
     run, generation, step, num_data, rank, num_images, at, num_index, crc, _, image, layout = _BODY.unpack_from(
         header, 8
     )
@@ -282,7 +282,7 @@ class SealedSlot:
             self.about, self.lengths = decoded
             end = self.lengths.index_at + self.lengths.num_index
             if end > size or DATA_AT + self.lengths.num_data > self.lengths.index_at:
-                raise SlotError(f"truncated: {size} bytes, where its header speaks of {end}")
+                raise SlotError(f"truncated: {size} bytes, but its header says {end}")
             # Private, so that the mapping is writable, as torch requires of memory it wraps; it is never written to.
             self._memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         finally:
@@ -290,7 +290,7 @@ class SealedSlot:
         self.bytes: ByteArray = np.frombuffer(self._memory, np.uint8)
         self._index_bytes = self._memory[self.lengths.index_at : end]
         if crc32c(self._index_bytes) != self.lengths.index_crc:
-            raise SlotError("damaged: its index is not as it was written")
+            raise SlotError("damaged: its index does not match its checksum")
         self._index: SlotIndex | None = None
         self._num_touched = 0
 
@@ -301,7 +301,7 @@ class SealedSlot:
                 self._index = decode_index(self._index_bytes)
                 _check_index(self._index, self.lengths.num_data)
             except (ValueError, TypeError, struct.error, RecursionError, OverflowError) as error:
-                raise SlotError("damaged: the parts of its index do not fit together") from error
+                raise SlotError("damaged: its index is inconsistent") from error
         return self._index
 
     def data(self, entry: SlotEntry) -> ByteArray:
@@ -368,12 +368,12 @@ def inspect_slot(path: str) -> SlotInspection:
 def received_problem(file: ByteArray, lengths: SlotExtents, index: bytes) -> str:
     """What is wrong with an index or the data it describes, checked before sealing; empty if all is right."""
     if crc32c(index) != lengths.index_crc:
-        return "arrived with another index"
+        return "arrived with a different index"
     decoded = decode_index(index)
     for entry, crc in zip(decoded.entries, decoded.crcs, strict=True):
         begin = DATA_AT + entry.offset
         if crc32c(file[begin : begin + entry.num_bytes].data) != crc:
-            return f"arrived with other bytes of {entry.section}/{entry.key}"
+            return f"arrived with different bytes of {entry.section}/{entry.key}"
     return ""
 
 

@@ -17,7 +17,7 @@ def seconds_of(text: str) -> float:
     """``"90s"``, ``"10min"`` or ``"3h"`` in seconds."""
     match = _SPAN.fullmatch(text.strip())
     if not match or not float(match[1]):
-        raise ValueError(f"'{text}' is no span of time: write it like 90s, 10min or 3h")
+        raise ValueError(f"'{text}' is not a duration: write it like 90s, 10min or 3h")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -38,38 +38,38 @@ def _check_span(value: str) -> str:
 
 
 class CheckpointConfig(ConfigTable):
-    """How the state of a run outlives it."""
+    """How the state of a run is saved, and what a run starts from."""
 
     save: bool = True
     """Save the whole state: as often as ``every`` says, at the end, and when the run is asked to stop early."""
     every: Annotated[int | str, AfterValidator(_check_every)] = "auto"
-    """Steps between checkpoints (500), time between them ("10min"), or "auto": weighed from what a save costs and how
+    """Steps between checkpoints (500), time between them ("10min"), or "auto": computed from the cost of a save and how
     often runs like this fail. 0: at the end only."""
     folder: str = ""
-    """Where checkpoints lie: a folder or an fsspec URL (s3://bucket/run); empty: checkpoints/ in the run folder."""
+    """Where checkpoints go: a folder or an fsspec URL (s3://bucket/run); empty: checkpoints/ in the run folder."""
     remote: str = ""
-    """A second, durable place for them, a folder or an fsspec URL; empty: none."""
+    """A second, durable location for checkpoints: a folder or an fsspec URL; empty: none."""
     remote_every: int = Field(default=1, ge=1)
-    """Every how manyth checkpoint goes to the second place too; the one at the end always does."""
+    """Save every Nth checkpoint to the second location too; the final one always is."""
     keep_last: int = Field(default=3, ge=2)
-    """How many of the newest checkpoints stay; the newest certified one always does."""
+    """Number of newest checkpoints to keep; the newest certified one is always kept."""
     keep_every: int = Field(default=0, ge=0)
-    """Keep for good those whose step is a multiple of this; 0: none."""
+    """Never remove checkpoints whose step is a multiple of this; 0: none."""
     keep_best: int = Field(default=0, ge=0)
-    """How many of the best by evaluated loss stay beside the newest."""
+    """Number of checkpoints with the lowest evaluation loss to keep besides the newest."""
     full_every: int = Field(default=10, ge=1)
-    """Every how manyth checkpoint repeats also what did not change (frozen weights), instead of referring to an earlier
+    """Every Nth checkpoint also stores what did not change (frozen weights), instead of referring to an earlier
     one's bytes."""
     read_back: bool = True
-    """Read every file back from the medium before a checkpoint counts."""
+    """Read every file back from storage before a checkpoint becomes valid."""
     nice: int = Field(default=19, ge=0, le=19)
-    """How far the writing process steps back for training: 19 takes only what nobody else wants."""
+    """Niceness of the writer process: 19 uses only CPU time that nothing else needs."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long rank 0 waits for the parts of all ranks before a save counts as failed."""
     mtbf: Annotated[str, AfterValidator(_check_span)] = ""
-    """For "auto": how long such a run lives between failures ("3h"); empty: estimated from this run's own history."""
+    """For "auto": the mean time between failures of such a run ("3h"); empty: estimated from this run's own history."""
     resume: str = ""
     """Continue from this run folder, checkpoint or URL, under any layout; "auto": from this run's own folder if it has
-    a checkpoint, else start anew; empty: start anew."""
+    a checkpoint, else start from scratch; empty: start from scratch."""
     weights: str = ""
     """Start step 0 from these weights: a checkpoint, a Hugging Face folder, a torch DCP folder or a .pt file."""

@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-HELP = """Join a job that another host leads, with the workers of this one.
+HELP = """Join a job that another host leads, and run workers on this host.
 
 \b
-  closeranks train job.toml -n 4 --hosts 2 --listen 10.0.0.1:29400     on the first host: it leads
+  closeranks train job.toml -n 4 --hosts 2 --listen 10.0.0.1:29400     on the first host, the leader
   closeranks agent --join 10.0.0.1:29400 -n 4 --token-file job.token   on every other host
 
-The lead begins when so many hosts have joined. A host that joins later makes the run larger at its next step, one that
+It begins when that many hosts have joined. A host that joins later makes the run larger at its next step, one that
 is lost or leaves (Ctrl-C, SIGTERM) makes it smaller; neither loses more than a step. The job's token proves that a host
-belongs to it: the lead writes one to the run folder unless both are given the same. Hosts share the file system with
-the run folder and the job's code. Exit status: 0 the job is over or this host has left, 1 the lead was lost, 2
-something needs your hand.
+belongs to it: the leader writes one to the run folder unless both are given the same. Hosts share the file system with
+the run folder and the job's code. Exit status: 0 the job is over or this host has left, 1 the leader was lost, 2
+something needs fixing.
 """
 
 
@@ -26,10 +26,10 @@ def register(app: typer.Typer) -> None:
 
 
 def agent(
-    join: Annotated[str, typer.Option(help="Where the lead listens.", metavar="HOST:PORT")],
+    join: Annotated[str, typer.Option(help="Address of the leader.", metavar="HOST:PORT")],
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     token_file: Annotated[Path | None, typer.Option(help="The job's token; else CLOSERANKS_TOKEN is read.")] = None,
-    name: Annotated[str, typer.Option(help="What the job calls this host; its host name if left out.")] = "",
+    name: Annotated[str, typer.Option(help="Name of this host in the job; default: its host name.")] = "",
 ) -> None:
     import re
     import sys
@@ -46,7 +46,7 @@ def agent(
     token = host_token(token_file, job_token(), say)
     if name and not re.fullmatch(r"\w[\w.-]{0,199}", name):
         raise SetupError(
-            f"'{name}' is no name for a host", "Use letters, digits, dots and dashes, a letter or a digit first."
+            f"'{name}' is not a host name", "Use letters, digits, dots and dashes; start with a letter or digit."
         )
     set_title("agent", f"joins {join}")
     outpost = RemoteAgent(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)

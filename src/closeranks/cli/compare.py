@@ -35,10 +35,10 @@ A whole compare.toml:
 
 Each run is a `closeranks train` of its own; settings take turns. A setting that fails or diverges is a row of the table
 with its reason. Bytes are counted at the network interface, where root may make a namespace for the run. Written to
-runs/compare-NAME: compare.md, compare.json, runs.csv, curves.png, bars.png and every run. Started again, it goes on
-with the runs that are missing; a change of target or price needs no run at all. Checkpoints, reports and second copies
-of the runs are off unless a setting turns them on. Exit status: 0 compared, 1 not one run finished, 2 something needs
-your hand, 130 interrupted, 143 terminated, 129 disconnected.
+runs/compare-NAME: compare.md, compare.json, runs.csv, curves.png, bars.png and every run. Run again, it continues
+with the missing runs; a change of target or price needs no new run. Checkpoints, reports and second copies
+of the runs are off unless a setting turns them on. Exit status: 0 compared, 1 no run finished, 2 something needs
+fixing, 130 interrupted, 143 terminated, 129 disconnected.
 """
 
 

@@ -10,7 +10,7 @@ import typer
 from closeranks.elastic.faults.fault import KINDS
 
 _KINDS = "\n".join(f"  {kind.name:<10} {kind.meaning}" for kind in KINDS.values())
-HELP = f"""Strike a job with real faults, and compare it with the run that never failed.
+HELP = f"""Inject real faults into a job, and compare it with the run that never failed.
 
 \b
   closeranks drill job.toml -n 4
@@ -19,23 +19,23 @@ HELP = f"""Strike a job with real faults, and compare it with the run that never
   closeranks drill job.toml -n 4 train.steps=40 layout="zero=3"
 
 The job runs twice: undisturbed, then with faults, each with run.deterministic and elastic.snapshot_every=1. A table
-tells of each fault how long it took to be detected and until the ranks were back, how many finished steps were done
+shows for each fault the time to detection and until the ranks were back, how many finished steps were done
 again, and whether losses and state are those of the undisturbed run, bit by bit.
 
 \b
-Faults, all done from outside the workers:
+Faults, all injected from outside the workers:
 {_KINDS}
 
-A bare word leaves time and rank to the campaign, which --seed repeats. In full: kill(rank=1, step=3, at=0.5), where at
+A bare kind gets its step and rank from --seed. In full: kill(rank=1, step=3, at=0.5), where at
 is how far into the step; slow(rank=1, step=3, steps=5, share=0.2); kill2(rank=0, other=2, step=3); diskfull(step=3,
-steps=4). slow and oom need control groups that this user may make, diskfull needs root. Everything is written to
+steps=4). slow and oom need control groups that this user may create, diskfull needs root. Everything is written to
 runs/drill-JOB: both runs, drill.md and drill.json. Exit status: 0 all faults were survived and both runs are equal, 1
-not, 2 something in the job or the machine needs your hand.
+not, 2 something in the job or the machine needs fixing.
 """
 
 
 def register(app: typer.Typer) -> None:
-    app.command("drill", help=HELP, short_help="Strike a job with faults, and see whether it comes out the same.")(
+    app.command("drill", help=HELP, short_help="Inject faults into a job, and check that the result is the same.")(
         drill
     )
 
@@ -49,11 +49,11 @@ def drill(
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     faults: Annotated[
         str,
-        typer.Option(help="Kinds, or faults in full, parted by commas; every kind that is possible here if left away."),
+        typer.Option(help="Kinds, or faults in full, separated by commas; default: every kind possible here."),
     ] = "",
     count: Annotated[int, typer.Option(min=0, help="How many faults to draw of the kinds; 0: one of each.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Which campaign: the same seed strikes the same way.")] = 0,
-    folder: Annotated[str, typer.Option(help="Where both runs go; runs/drill-JOB if left away.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same faults.")] = 0,
+    folder: Annotated[str, typer.Option(help="Folder of both runs; default: runs/drill-JOB.")] = "",
 ) -> None:
     from closeranks.elastic.faults.grammar import parse_faults
     from closeranks.lab.drills.drill import DrillRequest, possible_kinds

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-HELP = """How a job may be spread over workers, without starting any.
+HELP = """How a job may be distributed over workers.
 
 \b
   closeranks layout ls job.toml -n 8                        every legal layout: bytes per rank, traffic, bubble
@@ -15,7 +15,7 @@ HELP = """How a job may be spread over workers, without starting any.
   closeranks layout check job.toml "tensor=2 pipeline=2"    train a few steps, and prove it equal to one process
 """
 
-LS_HELP = """List the legal layouts of so many workers: what the fullest rank holds, what the busiest sends.
+LS_HELP = """List the legal layouts for a number of workers: memory of the fullest rank, traffic of the busiest.
 
 \b
   closeranks layout ls job.toml -n 8
@@ -51,7 +51,7 @@ CHECK_HELP = """Prove that a layout trains the same model as one process: your j
 
 Trains a few steps in one process and under the layout, in float64 and float32, on workers of this machine, and compares
 losses, every gradient of the first step and every weight at the end. Says how far apart they are, or names the first
-tensor that differs. Exit status: 0 equal, 1 different, 2 something in the job or the layout needs your hand.
+tensor that differs. Exit status: 0 equal, 1 different, 2 something in the job or the layout needs fixing.
 """
 
 JobFile = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
@@ -62,7 +62,7 @@ layout = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
-    app.add_typer(layout, name="layout", short_help="List and show the ways to spread a job over workers.")
+    app.add_typer(layout, name="layout", short_help="List, show and check layouts of a job over workers.")
 
 
 @layout.command("ls", help=LS_HELP, short_help="List legal layouts with bytes, traffic and bubble.")
@@ -79,8 +79,8 @@ def ls(
         list[str] | None, typer.Option(help="A pipeline schedule to try; give it again for more.")
     ] = None,
     hsdp: Annotated[bool, typer.Option("--hsdp", help="Also ZeRO over fewer than all data ranks.")] = False,
-    sort: Annotated[Literal["bytes", "traffic"], typer.Option(help="What comes first: least of these.")] = "bytes",
-    fits: Annotated[float, typer.Option(min=0, help="Leave out what needs more than so many GiB a rank.")] = 0.0,
+    sort: Annotated[Literal["bytes", "traffic"], typer.Option(help="Sort by the least of these.")] = "bytes",
+    fits: Annotated[float, typer.Option(min=0, help="Leave out layouts that need more GiB per rank than this.")] = 0.0,
     limit: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 24,
     show_all: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
     as_json: AsJson = False,
@@ -102,7 +102,7 @@ def show(
     ] = None,
     num_workers: Workers = 0,
     per_host: Annotated[
-        int, typer.Option("--per-host", min=0, help="Workers of one host; 0: all on one, or 8 to a host.")
+        int, typer.Option("--per-host", min=0, help="Workers per host; 0: all on one host, or 8 per host.")
     ] = 0,
     picture: Annotated[
         Path | None, typer.Option(help="Draw mesh and schedule into this PNG.", metavar="OUT.png")

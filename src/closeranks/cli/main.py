@@ -22,18 +22,18 @@ from closeranks.core.system import stdio
 
 _TOUR = """Train PyTorch models on one process or on many.
 
-A first tour, in the order people take it:
+A first tour:
 
 \b
   closeranks train examples/tiny.toml -n 2     train a job on two workers, here
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
-  closeranks layout ls job.toml -n 8           every way to spread it over eight workers, and what each costs
-  closeranks status runs/tiny                  who is here, which step, what happened last
-  closeranks drill job.toml -n 4               strike it with faults: does it come out the same?
+  closeranks layout ls job.toml -n 8           every layout on eight workers, and what each costs
+  closeranks status runs/tiny                  workers, hosts, step, last events
+  closeranks drill job.toml -n 4               inject faults: is the result the same?
   closeranks compare compare.toml              one job, several settings: what is gained, what is lost
-  closeranks ckpt ls runs/tiny                 what it saved, and how to carry it elsewhere
-  closeranks sample runs/tiny "import "        talk to the model you trained
+  closeranks ckpt ls runs/tiny                 its checkpoints (also: ckpt verify, diff, convert)
+  closeranks sample runs/tiny "import "        generate text with the model you trained
   closeranks run -n 2 my_script.py             your own loop on two workers
 
 Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and checkpoints/.

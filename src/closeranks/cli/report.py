@@ -9,7 +9,7 @@ import typer
 
 from closeranks.cli.terminal import safe_echo
 
-HELP = """Draw curve.png and write report.md of a run folder again, also while the run goes on.
+HELP = """Redraw curve.png and rewrite report.md of a run folder, also while the run is active.
 
 \b
   closeranks report runs/tiny
@@ -17,7 +17,7 @@ HELP = """Draw curve.png and write report.md of a run folder again, also while t
 
 
 def register(app: typer.Typer) -> None:
-    app.command("report", help=HELP, short_help="Draw a run's picture and write its page.")(report)
+    app.command("report", help=HELP, short_help="Redraw a run's curves and rewrite its report.")(report)
 
 
 def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]) -> None:

@@ -12,8 +12,8 @@ HELP = """Run your own Python script on -n workers of this machine.
 \b
   closeranks run -n 2 my_script.py --epochs 3
 
-The script opens a closeranks.Session (or calls closeranks.train) and finds its place among the workers by itself; under
-plain `python my_script.py` it is alone. Everything after the script's name is the script's.
+The script opens a closeranks.Session (or calls closeranks.train) and finds its rank by itself; under
+plain `python my_script.py` it is the only worker. Everything after the script's name is the script's.
 """
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -26,7 +26,7 @@ def sample(
     run: Annotated[Path, typer.Argument(help="The run's folder, or its state file.", metavar="RUN")],
     prompt: Annotated[str, typer.Argument(help="What the model continues.", show_default=False)] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to draw.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest; higher is wilder.")] = 0.8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest; higher is more random.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest only; 0: from all.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
 ) -> None:

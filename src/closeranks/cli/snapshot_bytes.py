@@ -62,6 +62,6 @@ def snapshot_memory_line(job: Job, cost: LayoutCost, per_host: int) -> str:
     scale = ByteUnit.for_largest(max(hosts))
     what = "two of what a rank holds" + (" and two of a peer's" if has_peers else "")
     workers = f"{num_local} worker{'' if num_local == 1 else 's'}"
-    said = "" if per_host or num_ranks <= num_local else "; --per-host says otherwise"
+    said = "" if per_host or num_ranks <= num_local else "; --per-host changes that"
     sizes = f"{scale.text(max(copies))} {scale.name} a rank, {scale.text(max(hosts))} {scale.name} a host of {workers}"
     return f"copies in host memory: {sizes} ({what}{said})"

@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
     from closeranks.telemetry.live.status import RunStatus, StatusFreshness
 
-HELP = """Tell how a run stands: its workers and hosts, generation, step and last events.
+HELP = """Show the status of a run: its workers and hosts, generation, step and last events.
 
 \b
   closeranks status runs/tiny
   closeranks status runs/tiny --watch
   closeranks status --json
 
-Without a folder it is the newest run under runs/. A run whose agent cannot be found any more is told as what was last
-heard of it. --watch shows it again and again until the run has ended; --json prints one object, for machines.
+Without a folder it is the newest run under runs/. If the run's agent cannot be found any more, the last known
+status is shown. --watch refreshes it until the run has ended; --json prints one object, for machines.
 """
 
 _WATCH_S = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    app.command("status", help=HELP, short_help="Tell how a run stands now.")(status)
+    app.command("status", help=HELP, short_help="Show the status of a run.")(status)
 
 
 def status(
     run: Annotated[
         Path | None, typer.Argument(help="The run's folder; the newest when left out.", metavar="RUN")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until the run has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh it until the run has ended.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
     folder = _folder(run)

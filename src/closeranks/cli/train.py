@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-HELP = """Train the job of a TOML file, here, on -n workers.
+HELP = """Train the job of a TOML file on -n workers of this machine.
 
 \b
   closeranks train examples/tiny.toml -n 2
@@ -19,9 +19,9 @@ HELP = """Train the job of a TOML file, here, on -n workers.
 The third continues an earlier run; the fourth waits for another host's `closeranks agent --join`; torchrun and srun
 start the workers themselves. Every key of the file can be set as table.key=value and unset as '~table.key';
 `closeranks config job.toml --explain` lists them. Ctrl-C finishes the step, saves if that takes no longer than
-agent.interrupt_s (1.5 s), and stops; once more stops at once. Nobody need read the output: a run goes on without its
-terminal or pipe, unless SIGHUP tells it that its connection is lost. Exit status: 0 trained, 1 a worker was lost, 2
-something in the job, the data or the machine needs your hand, 130 interrupted by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
+agent.interrupt_s (1.5 s), and stops; a second Ctrl-C stops at once. A run continues when nobody reads its output or its
+terminal or pipe is gone, unless it gets SIGHUP. Exit status: 0 trained, 1 a worker was lost, 2
+something in the job, the data or the machine needs fixing, 130 interrupted by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
 """
 
 
@@ -37,10 +37,10 @@ def train(
     ] = None,
     num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace these steps with the torch profiler, such as 10:13.")] = "",
-    hosts: Annotated[str, typer.Option(help="Hosts to begin with, this one included; 1:4 grows to 4.")] = "1",
+    hosts: Annotated[str, typer.Option(help="Hosts to start with, including this one; 1:4 grows to 4.")] = "1",
     listen: Annotated[str, typer.Option(help="Where other hosts may join.", metavar="ADDRESS[:PORT]")] = "",
-    token_file: Annotated[Path | None, typer.Option(help="The token that other hosts must show.")] = None,
-    faults: Annotated[str, typer.Option(help='Strike workers of this host on purpose: "kill(rank=1, step=40)".')] = "",
+    token_file: Annotated[Path | None, typer.Option(help="File of the token that joining hosts must have.")] = None,
+    faults: Annotated[str, typer.Option(help='Inject faults into workers of this host: "kill(rank=1, step=40)".')] = "",
 ) -> None:
     from closeranks.run.job import launch
 

@@ -57,7 +57,7 @@ class RunStarted(Event):
     rate: str = ""
     """How the learning rate was scaled to the batch, in words; empty where it was not."""
     apart: str = ""
-    """How replicas train apart and meet, in words; empty where they do not."""
+    """Local SGD and its outer steps, in words; empty without local SGD."""
     global_batch: int = 0
     """Samples of a step, over all ranks,"""
     micro_batch: int = 0
@@ -137,7 +137,7 @@ class Saved(Event):
     seconds: float = 0.0
     """From the moment the state was taken until it counted."""
     stall_s: float = 0.0
-    """How long training stood still for it on rank 0."""
+    """How long training was blocked by it on rank 0."""
     tier: str = "primary"
     """``primary``, or ``remote``: the second, durable place."""
 
@@ -278,7 +278,7 @@ class Compressed(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostChanged(Event):
-    """A host came, left, was lost, or is not asked any more."""
+    """A host came, left, was lost, or is quarantined."""
 
     name: ClassVar[str] = "host"
     host: str = ""

@@ -17,7 +17,7 @@ EvalFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ChecksConfig(ConfigTable):
-    """What a sample must be; one that is not is a bad record (``data.on_bad``)."""
+    """What every sample must satisfy; one that does not is a bad record (``data.on_bad``)."""
 
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """Smallest and largest value allowed, by name of the batch's tensor: ``{image = [0, 255]}``."""
@@ -40,10 +40,10 @@ class _CommonData(ConfigTable):
     workers: int = Field(default=0, ge=0)
     """Processes of each rank that read ahead. 0: a thread of the rank itself, which is best where reading is cheap."""
     shuffle: Literal["full", "blocks", "none"] = "full"
-    """``full``: any sample may stand next to any other. ``blocks``: samples that lie together are read within a short
-    while, for data that lies far away or on slow disks. ``none``: in the order they are stored."""
+    """``full``: any sample may follow any other. ``blocks``: samples that are stored together are read within a short
+    time, for data on remote storage or slow disks. ``none``: in the order they are stored."""
     shuffle_block: int = Field(default=0, ge=0)
-    """With ``blocks``: neighbouring samples that stay together. 0: as many as most files hold, or 1024."""
+    """With ``blocks``: number of neighbouring samples in a block. 0: as many as most files hold, or 1024."""
     shuffle_window: int = Field(default=16, ge=1)
     """With ``blocks``: how many blocks are mixed with each other at a time."""
     check_finite: bool = True
@@ -51,11 +51,11 @@ class _CommonData(ConfigTable):
     checks: ChecksConfig = ChecksConfig()
     """Further checks of every sample."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """A bad record (damaged, or refused by a check) stops the run, or counts nothing and is remembered."""
+    """A bad record (damaged, or refused by a check) stops the run, or is skipped (weight zero) and recorded."""
     max_bad: int = Field(default=100, ge=0)
     """With ``on_bad = "skip"``: the run stops when more records than this were skipped."""
     log_samples: bool = False
-    """Write down which samples every step took, in the run's ``metrics/samples-*.jsonl``."""
+    """Log which samples every step took, in the run's ``metrics/samples-*.jsonl``."""
 
 
 class TextConfig(_CommonData):
@@ -75,7 +75,7 @@ class TextConfig(_CommonData):
 
 
 class DigitsDataConfig(_CommonData):
-    """1797 handwritten digits of 8x8 pixels, which scikit-learn carries."""
+    """1797 handwritten digits of 8x8 pixels, from scikit-learn."""
 
     yields: ClassVar[str] = "labelled images"
     name: Literal["digits"] = "digits"
@@ -102,16 +102,16 @@ class _StoredConfig(_CommonData):
     path: str
     """A file or folder, or the URL of one (``s3://bucket/folder``)."""
     format: str = ""
-    """Empty: found out from the files. Else ``shards``, ``webdataset``, ``parquet``, ``arrow``, ``jsonl``,
+    """Empty: detected from the files. Else ``shards``, ``webdataset``, ``parquet``, ``arrow``, ``jsonl``,
     ``megatron``, ``mds``, ``images``, ``numpy`` or ``tfrecord``."""
     eval_path: str = ""
     """Data for evaluation. Empty: ``eval_fraction`` of the data itself."""
     eval_fraction: EvalFraction = 0.0
     """Share of the samples, at the end of the data, that is kept for evaluation."""
     cache: str = ""
-    """Folder on this host for files that lie far away, shared by its ranks. Empty: ``~/.cache/closeranks/data``."""
+    """Cache folder on this host for remote files, shared by its ranks. Empty: ``~/.cache/closeranks/data``."""
     cache_bytes: int = Field(default=64 << 30, ge=1)
-    """What the cache may take; the file used longest ago makes room."""
+    """Maximum size of the cache; the least recently used file is evicted first."""
     index: str = ""
     """Folder for the indexes of formats that have none. Empty: beside the data if that can be written, else in the
     cache."""
@@ -127,7 +127,7 @@ class TokensConfig(_StoredConfig):
     """Target tokens per sample."""
     packing: Literal["stream", "documents"] = "stream"
     """``stream``: windows over all documents in a row. ``documents``: whole documents are packed into samples and do
-    not see each other; long ones are cut."""
+    not attend to each other; long ones are split."""
     field: str = ""
     """For formats of records: which field holds the tokens, or text whose bytes are the tokens. Empty: ``tokens``,
     ``input_ids`` or ``text``."""
@@ -140,12 +140,12 @@ class RecordsConfig(_StoredConfig):
     fields: dict[str, str] = Field(default_factory=dict)
     """Which of a record's fields the batch holds, and under which name: ``{x = "jpg", y = "cls"}``. Empty: all."""
     image_size: int = Field(default=0, ge=0)
-    """Images are cut and scaled to this many pixels square. 0: as they are, which must then be the same for all."""
+    """Images are cropped and scaled to this many pixels square. 0: unchanged; all must then have the same size."""
     transform: str = ""
     """``package.module:function``: called with the list of a batch's decoded records, returns the batch, a dict of
     tensors."""
     seq_len: int = Field(default=0, ge=0)
-    """Tokens per sample, for models that must know; 0 where there are none."""
+    """Tokens per sample, for models that need it; 0 if there are none."""
 
 
 class UserDataConfig(_CommonData):
@@ -158,12 +158,12 @@ class UserDataConfig(_CommonData):
     eval: str = ""
     """``package.module:factory`` of the evaluation set; empty: none."""
     eval_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the evaluation factory, over those in ``args``."""
+    """Keyword arguments of the evaluation factory; they override those in ``args``."""
     collate: str = ""
     """``package.module:function`` that makes a batch of a list of samples, as in torch's DataLoader, such as one that
     pads samples of unequal length; empty: samples are stacked."""
     seq_len: int = Field(default=0, ge=0)
-    """Tokens per sample, for models that must know; 0 where there are none."""
+    """Tokens per sample, for models that need it; 0 if there are none."""
 
     @field_validator("name", "eval", "collate")
     @classmethod
@@ -189,13 +189,13 @@ class MixturePart(ConfigTable):
     """One source of a mixture."""
 
     weight: float = Field(gt=0.0, allow_inf_nan=False)
-    """How much of the mixture it makes up, against the other weights."""
+    """Its share of the mixture, relative to the other weights."""
     data: SingleData
-    """The table of any other data. What governs the whole (shuffling, checks, workers) is said once, in ``[data]``."""
+    """Any other data table. What applies to all (shuffling, checks, workers) is set once, in ``[data]``."""
 
 
 class MixtureConfig(_CommonData):
-    """Several sources in fixed proportions, at every moment of the run."""
+    """Several sources in fixed proportions throughout the run."""
 
     name: Literal["mixture"] = "mixture"
     parts: dict[str, MixturePart] = Field(min_length=1)

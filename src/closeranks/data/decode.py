@@ -144,11 +144,11 @@ def _value(record: Record, name: str, image_size: int) -> Any:
         outer, dot, more = outer.rpartition(".")
         inner = f"{more}.{inner}"
     if not dot:
-        raise _Unusable(name, f"is not there, only {', '.join(sorted(record))}")
+        raise _Unusable(name, f"is missing; found {', '.join(sorted(record))}")
     value = _decoded(outer, record[outer], image_size)
     for part in inner.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise _Unusable(name, f"is not there: nothing in '{outer}' is called '{part}'")
+            raise _Unusable(name, f"is missing: nothing in '{outer}' is called '{part}'")
         value = value[part]
     return value
 
@@ -190,7 +190,7 @@ def _of_bytes(name: str, kind: str, value: bytes | bytearray | memoryview, image
     except UnicodeDecodeError as error:
         raise _Unusable(name, f"is not UTF-8 (byte {error.start})") from error
     except (ValueError, RecursionError) as error:
-        raise _Unusable(name, f"is no {'number' if kind in NUMBERS else 'JSON'}: {json_error(error)}") from error
+        raise _Unusable(name, f"is not {'a number' if kind in NUMBERS else 'JSON'}: {json_error(error)}") from error
 
 
 def _nested(value: Any) -> Any:
@@ -212,7 +212,7 @@ def _npy(name: str, data: bytes) -> npt.NDArray[Any]:
     try:
         return _read_npy(name, io.BytesIO(data))
     except (ValueError, EOFError, OSError, SyntaxError, TypeError) as error:
-        raise _Unusable(name, f"is no array of NumPy's: {error}") from error
+        raise _Unusable(name, f"is not a NumPy array: {error}") from error
 
 
 def _read_npy(name: str, file: io.BytesIO) -> npt.NDArray[Any]:
@@ -237,9 +237,9 @@ def _npz(name: str, data: bytes) -> dict[str, npt.NDArray[Any]]:
             members = [member for member in archive.namelist() if member.endswith(".npy")]
             return {member[:-4]: _read_npy(name, io.BytesIO(archive.read(member))) for member in members}
     except (ValueError, EOFError, OSError, SyntaxError, TypeError, NotImplementedError, RuntimeError) as error:
-        raise _Unusable(name, f"is no archive of NumPy's: {error}") from error
+        raise _Unusable(name, f"is not a NumPy archive: {error}") from error
     except (zipfile.BadZipFile, zlib.error) as error:
-        raise _Unusable(name, f"is no archive of NumPy's: {error}") from error
+        raise _Unusable(name, f"is not a NumPy archive: {error}") from error
 
 
 def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> npt.NDArray[np.uint8]:
@@ -282,8 +282,8 @@ def _image_words(data: bytes | bytearray | memoryview, error: Exception) -> str:
     if not len(data):
         return _EMPTY
     if type(error).__name__ == "UnidentifiedImageError":
-        return "is no image that can be read"
-    return f"is no sound image: {error or type(error).__name__}"
+        return "is not a readable image"
+    return f"is a damaged image: {error or type(error).__name__}"
 
 
 def _sized(image: Image, image_size: int) -> Image:

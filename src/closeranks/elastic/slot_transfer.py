@@ -47,7 +47,7 @@ def receive_slot(slot: SnapshotSlot | None, of: int, group: dist.ProcessGroup | 
     _recv(head, of, group)
     decoded = decode_header(head.tobytes())
     if isinstance(decoded, str):
-        return ReceivedSlot(False, "" if decoded == "empty" else f"what rank {of} sent is {decoded}")
+        return ReceivedSlot(False, "" if decoded == "empty" else f"the snapshot from rank {of} is {decoded}")
     about, lengths = decoded
     problem = ""
     try:
@@ -66,7 +66,7 @@ def receive_slot(slot: SnapshotSlot | None, of: int, group: dist.ProcessGroup | 
     problem = received_problem(slot.bytes, lengths, index)
     if not problem:
         slot.seal(about, lengths.num_data, index)
-    return ReceivedSlot(not problem, problem and f"what rank {of} sent {problem}")
+    return ReceivedSlot(not problem, problem and f"the snapshot from rank {of} {problem}")
 
 
 def _pieces(slot: ByteArray, header: ByteArray) -> list[ByteArray]:

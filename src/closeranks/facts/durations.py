@@ -14,7 +14,7 @@ _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 def format_duration(seconds: float) -> str:
     """0.05 s, 9.3 s, 54 s, 90 s, 2.5 min, 8 h, 42 days."""
     if not math.isfinite(seconds):
-        return "for ever"
+        return "forever"
     most_s = 59.5 if seconds % _MINUTE == 0 else 99.5
     for limit, unit, name in ((most_s, 1.0, "s"), (59.5 * _MINUTE, _MINUTE, "min"), (72 * _HOUR, _HOUR, "h")):
         if seconds < limit:

@@ -73,7 +73,7 @@ class Layout:
 def _word_problem(word: str, key: str, value: str, seen: dict[str, int | str]) -> Problem | None:
     axes = [f.name for f in fields(Layout)]
     if key not in axes:
-        return Problem("layout", f"'{word}' names no axis", did_you_mean(key, axes))
+        return Problem("layout", f"'{word}' is not an axis", did_you_mean(key, axes))
     if key in seen:
         return Problem(f"layout.{key}", "it is given twice", "Give it once.")
     if key != "schedule" and not (value.isascii() and value.isdecimal()):
@@ -169,7 +169,7 @@ def _tensor_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Pro
         yield Problem(
             "layout.tensor",
             "this model does not say how it splits",
-            "Use tensor=1; a model of your own says it in model.tensor.",
+            "Use tensor=1; define it for your own model in model.tensor.",
         )
         return
     # Sequence parallel: between the blocks each tensor rank holds a shard of the positions.
@@ -188,7 +188,7 @@ def _pipeline_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[P
         yield Problem(
             "layout.pipeline",
             "this model has no layers to cut into stages",
-            "Use pipeline=1; a model of your own names them in model.stages.",
+            "Use pipeline=1; name them for your own model in model.stages.",
         )
     elif layout.num_stages > demands.num_layers:
         per_rank = SCHEDULES[layout.schedule]
@@ -210,7 +210,7 @@ def _context_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Pr
 
 def _expert_problems(layout: Layout) -> Iterator[Problem]:
     if layout.expert != 1:
-        yield Problem("layout.expert", "a dense model has no experts to spread", "Use expert=1.")
+        yield Problem("layout.expert", "a dense model has no experts to distribute", "Use expert=1.")
 
 
 def pluralize(count: int, noun: str, ending: str = "s") -> str:

@@ -27,7 +27,7 @@ class LlamaConfig(ConfigTable):
 
     reads: ClassVar[str] = "tokens"
     name: Literal["llama"] = "llama"
-    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
     preset: str = "tiny"
     """The shape to start from: tiny, small, 160m, 1b, 1b_untied, 3b, 8b, 70b or 405b; the keys below override it."""
     dim: int | None = Field(default=None, gt=0)
@@ -45,17 +45,17 @@ class LlamaConfig(ConfigTable):
     rope_theta: float | None = Field(default=None, gt=0)
     """Base of the rotary frequencies."""
     rope_factor: float | None = Field(default=None, ge=1)
-    """How far the trained context is stretched; 1 is not at all."""
+    """RoPE scaling: the factor by which the trained context is extended; 1: none."""
     rope_low_freq_factor: float | None = Field(default=None, gt=0)
-    """Turns per original context below which a frequency is slowed in full."""
+    """Rotations per original context below which a frequency is scaled in full."""
     rope_high_freq_factor: float | None = Field(default=None, gt=0)
-    """Turns per original context above which a frequency is left alone."""
+    """Rotations per original context above which a frequency is not scaled."""
     rope_original_len: int | None = Field(default=None, gt=0)
     """The context the weights were first trained at."""
     norm_eps: float | None = Field(default=None, gt=0)
-    """What keeps the norms from dividing by zero."""
+    """Epsilon of the norms."""
     tied: bool | None = None
-    """Whether the output projection is the embedding itself."""
+    """Whether the output projection shares the embedding's weight."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of each block's contributions to the residual stream that is dropped in training."""
     attention: Attention = "auto"
@@ -109,11 +109,11 @@ class DigitsConfig(_WithoutAxes):
 
     reads: ClassVar[str] = "labelled images"
     name: Literal["digits"] = "digits"
-    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
     channels: int = Field(default=16, gt=0)
     """Channels of the first convolution; the second has twice as many."""
     hidden_dim: int = Field(default=64, gt=0)
-    """Width of the layer before the answer."""
+    """Width of the layer before the output."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the hidden layer that is dropped in training."""
 
@@ -126,7 +126,7 @@ class PairsConfig(_WithoutAxes):
 
     reads: ClassVar[str] = "users and items"
     name: Literal["pairs"] = "pairs"
-    """A name of ours (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
     user_dim: int = Field(default=PairsShape().user_dim, gt=0)
     """Width of a user's features."""
     item_dim: int = Field(default=PairsShape().item_dim, gt=0)
@@ -134,9 +134,9 @@ class PairsConfig(_WithoutAxes):
     hidden_dim: int = Field(default=64, gt=0)
     """Width of the hidden layer in each tower."""
     vector_dim: int = Field(default=32, gt=0)
-    """Width of the vectors that the towers meet in."""
+    """Width of the towers' output vectors."""
     rating_weight: float = Field(default=1.0, ge=0)
-    """How much the rating's squared error counts beside the click's cross-entropy."""
+    """Weight of the rating's squared error relative to the click's cross-entropy."""
 
     def shape(self) -> PairsShape:
         return PairsShape(self.user_dim, self.item_dim, self.hidden_dim, self.vector_dim)
@@ -150,7 +150,7 @@ class TensorEntry(ConfigTable):
     dim: int | None = Field(default=None, ge=0)
     """Along which dim: 0 splits the outputs of a Linear or the rows of an Embedding, 1 a Linear's inputs."""
     whole: bool = False
-    """Gather the split outputs behind the module, for code that needs all of them."""
+    """Gather the split outputs after the module, for code that needs all of them."""
     partial: bool = False
     """Not split, but used on split outputs (a norm within heads, say): its gradient is a sum over the tensor ranks."""
 
@@ -186,7 +186,7 @@ class UserModelConfig(_WithoutAxes):
     loss: str = ""
     """package.module:function of (module, batch); empty: module.loss(batch) or module(batch) is the loss."""
     metrics: tuple[str, ...] = ()
-    """Names of the sums that a returned Loss carries beside the loss."""
+    """Names of the sums that a returned Loss carries besides the loss."""
     stages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Modules in the order they run, each called with what the one before returned: what a pipeline is cut from."""
     tensor: tuple[TensorEntry, ...] = ()

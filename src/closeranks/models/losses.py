@@ -22,7 +22,7 @@ def as_loss(result: Any, num_samples: int, metrics: tuple[str, ...], place: str 
         raise ModelError(f"{place} returned a Loss whose total is {kind_of(loss.total)}", "Make it a tensor.")
     _check_scalar(place, loss.total)
     if torch.is_grad_enabled() and not loss.total.requires_grad:
-        what = f"{place} returned a loss that no parameter leads to, so nothing would be learned"
+        what = f"{place} returned a loss that depends on no parameter, so nothing would be learned"
         raise ModelError(what, "Compute it from the module's output, without detach(), item() or no_grad().")
     if set(loss.metrics) != set(metrics):
         said, given = (", ".join(sorted(names)) or "none" for names in (metrics, loss.metrics))
@@ -46,7 +46,7 @@ def _mean_as_sum(place: str, result: Any, num_samples: int) -> Loss:
 
 def _check_scalar(place: str, total: Tensor) -> None:
     if hasattr(total, "to_local"):  # a DTensor: its backward would leave out what the other ranks hold
-        what = f"{place} was computed from the module's parameters themselves, of which each rank holds a shard alone"
+        what = f"{place} was computed from the module's parameters themselves, of which each rank holds only a shard"
         raise ModelError(what, "Put a term on weights into optim.weight_decay, or use layout.zero = 2 or less.")
     if total.ndim:
         raise ModelError(f"{place} returned a tensor of shape {list(total.shape)}, not one number", "Take its mean.")

@@ -77,7 +77,7 @@ class UserSpec:
         except Exception as error:
             line = error_line(error, self._factory)
             what = f"the factory {self.name} raised {one_line_error(error)} ({line})"
-            raise ModelError(what, "Mend it there, or the keys under [model.args].") from error
+            raise ModelError(what, "Fix it there, or the keys under [model.args].") from error
         if not isinstance(module, nn.Module):
             what = (
                 f"the factory {self.name} ({defined_at(self._factory)}) returned {kind_of(module)}, not a torch module"
@@ -109,13 +109,13 @@ class UserSpec:
             line = error_line(error, compute.func)
             found = ", ".join(sorted(batch))
             what = f"{self._loss_name} raised {one_line_error(error)} ({line})"
-            raise ModelError(what, f"Mend it there; the batch holds {found}.") from error
+            raise ModelError(what, f"Fix it there; the batch holds {found}.") from error
         place = f"{self._loss_name} ({defined_at(compute.func)})"
         return as_loss(result, num_samples(batch), self.metrics, place)
 
     def _chain_of(self, stages: Sequence[str]) -> UserPipelineSpec:
         if self._loss is None:
-            what = "model.stages needs a loss apart from the module: no pipeline stage holds the whole module to call"
+            what = "model.stages needs a separate loss function: no pipeline stage holds the whole module to call"
             raise ModelError(what, "Give model.loss (in Python: loss), a function of (module, batch).")
         return UserPipelineSpec(stages, self._loss, self._loss_name, self._judged)
 

@@ -65,7 +65,7 @@ class UserPipelineSpec:
         with unit_rng(number):
             output = module.get_submodule(self.units[number])(hidden)
         if not isinstance(output, Tensor):
-            what = f"the stage '{self.units[number]}' returned {kind_of(output)}, but stages hand on one tensor"
+            what = f"the stage '{self.units[number]}' returned {kind_of(output)}, but stages pass on one tensor"
             raise ModelError(what, "Make each module of model.stages take and return one tensor.")
         return output
 
@@ -118,11 +118,11 @@ class UserPipelineSpec:
             self._refuse("and the stages in a row give different numbers")
 
     def _refuse(self, what: str) -> Never:
-        fix = "Let model.stages name everything that forward does, in its order: what happens between belongs into one."
+        fix = "Let model.stages name all that forward does, in order: move what happens between modules into one."
         raise ModelError(f"the module's own forward {what}", fix)
 
     def _never_called(self) -> ModelError:
-        what = f"{self._loss_name} never called the module, but with model.stages its output is what stages hand on"
+        what = f"{self._loss_name} never called the module, but with model.stages its output is what stages pass on"
         return ModelError(what, "Call it once, as module(x), and compute the loss from what it returns.")
 
 
@@ -207,7 +207,7 @@ class ModuleProxy:
     def __getattr__(self, name: str) -> Any:
         below = [unit for unit in self._cut if unit.partition(".")[0] == name]
         if (self._cut and name in _OF_THE_WHOLE) or not all(_is_held(self._module, unit) for unit in below):
-            what = f"{self._loss_name} read '{name}' of the module, of which a pipeline stage holds a part alone"
+            what = f"{self._loss_name} read '{name}' of the module, of which a pipeline stage holds only a part"
             raise ModelError(what, "Put a term on weights into optim.weight_decay, or use pipeline=1.")
         return getattr(self._module, name)
 

@@ -29,16 +29,16 @@ class GroupConfig(ConfigTable):
 
 
 class ScheduleConfig(ConfigTable):
-    """The course of the learning rate."""
+    """The learning rate schedule."""
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """After the warmup: constant; falling as a cosine or a line; or stable, then falling at the end (wsd)."""
+    """After the warmup: constant, cosine or linear decay, or stable with a decay at the end (wsd)."""
     warmup: float = Field(default=0.05, ge=0)
     """Steps until the full rate; below 1, a fraction of all steps."""
     min_ratio: Fraction = 0.1
-    """Where the rate ends, as a share of ``lr``."""
+    """The final rate, as a fraction of ``lr``."""
     decay: Fraction = 0.2
-    """For wsd: the fraction of all steps, at the end, in which the rate falls."""
+    """For wsd: the fraction of all steps, at the end, in which the rate decays."""
 
     @field_validator("warmup")
     @classmethod
@@ -64,14 +64,14 @@ class LossScaleConfig(ConfigTable):
 
 
 class OptimConfig(ConfigTable):
-    """The update rule and everything that sets its size."""
+    """The optimizer and its learning rate, decay and clipping."""
 
     name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
-    """The update rule. lars and lamb give each layer a rate of its own, for large batches."""
+    """The optimizer. lars and lamb adapt the rate of each layer, for large batches."""
     lr: float = Field(default=1e-3, ge=0.0)
     """Peak learning rate."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How ``lr`` grows with the batch: by train.global_batch / base_batch, or by the root of that."""
+    """How ``lr`` grows with the batch: by train.global_batch / base_batch, or by its square root."""
     base_batch: int | None = Field(default=None, ge=1)
     """Samples per step that ``lr`` was tuned for; scaling starts from it."""
     weight_decay: float = Field(default=0.1, ge=0.0)
@@ -79,18 +79,18 @@ class OptimConfig(ConfigTable):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """adamw, lamb: decay of the two moments."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """adamw, lamb: keeps the division finite."""
+    """adamw, lamb: added to the denominator for stability."""
     momentum: Beta = 0.9
     """sgd, lars: decay of the momentum; 0 for none."""
     nesterov: bool = False
-    """sgd: look ahead along the momentum."""
+    """sgd: use Nesterov momentum."""
     trust: float = Field(default=0.001, gt=0.0)
     """lars: a layer's step, as a share of its weight's norm, at a learning rate of 1."""
     ema: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Decay of a moving average of the weights, 0.999 say: the model is then judged, exported and sampled by the
-    average, and trained as without it. 0: none."""
+    """Decay of a moving average of the weights, 0.999 say: the model is then evaluated, exported and sampled with the
+    average; training is unchanged. 0: none."""
     clip: float = Field(default=1.0, ge=0.0)
-    """Largest norm of all gradients together; 0 turns clipping off."""
+    """Clip the norm of all gradients together to this; 0: no clipping."""
     groups: tuple[GroupConfig, ...] = ()
     """``[[optim.groups]]``: parameters with another rate or decay, or frozen."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -43,4 +43,4 @@ def lr_scaling_warning(config: OptimConfig, batch: int, num_steps: int) -> str:
     if factor < 2 or num_warmup_steps(config.schedule, num_steps):
         return ""
     rate = f"the learning rate is {factor:.4g} times the one tuned for, from the first step"
-    return f"{rate}: fresh weights rarely bear that. Set optim.schedule.warmup, such as 0.1."
+    return f"{rate}: untrained weights rarely tolerate that. Set optim.schedule.warmup, such as 0.1."

@@ -13,24 +13,24 @@ _MOST = 1_000_000
 
 
 class LayoutConfig(ConfigTable):
-    """How the model and the batch are spread over the workers."""
+    """How the model and the batch are distributed over the workers."""
 
     data: int = Field(default=0, ge=0, le=_MOST)
-    """Ways the batch is split; 0: as many as there are workers left after the other axes."""
+    """Data-parallel size: ways the batch is split; 0: the workers that the other axes leave."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What of the model's state is sharded over the data ranks: 1 optimizer state, 2 gradients too, 3 all."""
+    """ZeRO stage: what is sharded over the data ranks. 1: optimizer state, 2: gradients too, 3: weights too."""
     shard: int = Field(default=0, ge=0, le=_MOST)
     """Over how many data ranks state is sharded; 0: all of them, fewer gives HSDP."""
     tensor: int = Field(default=1, ge=1, le=_MOST)
-    """Ways each matrix is split."""
+    """Tensor-parallel size: ways each matrix is split."""
     pipeline: int = Field(default=1, ge=1, le=_MOST)
-    """Stages the blocks are cut into."""
+    """Pipeline-parallel size: ranks over which the blocks are divided."""
     context: int = Field(default=1, ge=1, le=_MOST)
-    """Ways each sequence is split; this version trains with 1 alone."""
+    """Context-parallel size: ways each sequence is split; this version supports only 1."""
     expert: int = Field(default=1, ge=1, le=_MOST)
-    """Ways the experts are spread; this version trains with 1 alone."""
+    """Expert-parallel size: ways the experts are split; this version supports only 1."""
     schedule: str = "1f1b"
-    """Order in which a pipeline works its micro-batches off: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
+    """Pipeline schedule, the order of micro-batches: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
     interleaved-zero-bubble, zbv or dualpipev."""
     hold: Literal["auto", "shards", "step"] = "auto"
     """ZeRO-2 and 3: shards frees what was gathered or summed after each use (least memory), step gathers and reduces

@@ -153,7 +153,7 @@ def _made(maker: ProcessGroupFactory, mesh: Mesh, *axes: str) -> RankGroup:
 
 def _among(maker: ProcessGroupFactory, parted: Iterable[Sequence[int]]) -> RankGroup:
     process_group = maker.new_groups(parted)
-    assert process_group is not None, "the groups of an axis part all ranks"
+    assert process_group is not None, "the groups of an axis partition all ranks"
     return _as_group(process_group)
 
 

@@ -125,8 +125,8 @@ def legend(*, knows_activations: bool, is_brief: bool = False) -> str:
         else "activ. is not known for this model, so total is state alone"
     )
     return (
-        "Held by the fullest rank: weights, gradients, optimizer state; buffers are gathered weights and gradients on "
-        f"their way; {estimate}. bubble is the share of time that pipeline ranks wait for each other, stages taken as "
+        "Held by the fullest rank: weights, gradients, optimizer state; buffers are gathered weights and gradients in "
+        f"flight; {estimate}. bubble is the share of time that pipeline ranks wait for each other, stages taken as "
         f"equal. {_TRAFFIC[is_brief]}"
     )
 

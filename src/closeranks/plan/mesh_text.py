@@ -84,7 +84,7 @@ def unit_names(units: Sequence[ModelUnit]) -> str:
 
 def _run_name(run: Sequence[str]) -> str:
     if not run[0]:
-        return "what stands outside all units"
+        return "modules outside all units"
     return run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}"
 
 

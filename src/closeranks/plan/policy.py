@@ -287,7 +287,7 @@ def checkpoint_table(policy: CheckpointPolicy) -> str:
     else:
         lines += [_line("every", f'"{duration_literal(nesting.period_s)}"')]
     if STORE in names and LOCAL not in names:
-        lines += [_line("folder", '"s3://BUCKET/RUN"', "straight to the store: a local copy does not pay")]
+        lines += [_line("folder", '"s3://BUCKET/RUN"', "straight to the store: a local copy is not worth it")]
     elif STORE in names:
         far = nesting.placed[-1]
         lines += [_line("remote", '"s3://BUCKET/RUN"', "your store")]

@@ -100,13 +100,13 @@ def _draw_words(figure: Any, policy: CheckpointPolicy) -> None:
     facts = (
         f"a failure every {format_duration(situation.mtbf_s)}",
         f"{situation.state_bytes / 1e9:,.3g} GB of state",
-        f"{format_duration(situation.stall_s)} of stall a save",
-        f"{format_duration(situation.restart_s)} to start again",
+        f"{format_duration(situation.stall_s)} of stall per save",
+        f"{format_duration(situation.restart_s)} to restart",
     )
     figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=_INK, va="center")
     figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
     figure.text(0.975, 0.944, lost, fontsize=13, fontweight="bold", color=_INK, va="center", ha="right")
-    again = f"{format_duration(policy.lost_s)} of work done again per failure"
+    again = f"{format_duration(policy.lost_s)} of work redone per failure"
     figure.text(0.975, 0.898, again, fontsize=9.5, color=_QUIET, va="center", ha="right")
 
 
@@ -130,7 +130,7 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
     last_s, bottom = curves[0].periods_s[-1], max(min(0.7 * least, 0.8 * floor), 0.25 * least)
     if floor > bottom:
         axes.axhline(floor, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
-        _note(axes, 0.94 * last_s, floor * 1.06, "starting again alone", _QUIET, ha="right")
+        _note(axes, 0.94 * last_s, floor * 1.06, "restarts alone", _QUIET, ha="right")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(curves[0].periods_s[0], last_s)
@@ -159,7 +159,7 @@ def _draw_crowd(axes: Any, policy: CheckpointPolicy) -> None:
     counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
     periods_s = [multilevel_schedule_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
     shared = [SharedStorage(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
-    labels = ("between a job's saves", "until stored, all jobs in step", "until stored, each at its own time")
+    labels = ("between a job's saves", "until stored, all jobs at once", "until stored, each at its own time")
     axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
     axes.plot(counts, [one.aligned_s for one in shared], color=_BLOCKING, linewidth=2.2, label=labels[1])
     axes.plot(counts, [one.random_s for one in shared], color=_QUIETLY, linewidth=2.2, label=labels[2])
@@ -198,7 +198,7 @@ def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
     axes.set_xticks((0, 6, 12, 18, 24), ("0", "6 h", "12 h", "18 h", "24 h"))
     axes.set_yticks((0.01, 0.1, 1, 10), ("0.01", "0.1", "1", "10"))
     axes.set_yticks([], minor=True)
-    _dress(axes, "danger by a machine's age (mean = 1)")
+    _dress(axes, "hazard by a machine's age (mean = 1)")
 
 
 def _note(axes: Any, x: float, y: float, text: str, color: str = _INK, ha: str = "left") -> None:

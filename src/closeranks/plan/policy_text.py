@@ -26,14 +26,14 @@ def headline(policy: CheckpointPolicy, num_measured: int = 0) -> str:
     return (
         f"{job}, a failure every {duration(situation.mtbf_s)}: save every {duration(policy.nesting.period_s)}; "
         f"{percent(policy.waste)} of the time is lost.\n"
-        f"A save ({size(situation.state_bytes)}) stalls training for {duration(situation.stall_s)} and counts after "
-        f"{duration(situation.durable_s)} ({source}); starting again takes {duration(situation.restart_s)}."
+        f"A save ({size(situation.state_bytes)}) stalls training for {duration(situation.stall_s)} and is stored after "
+        f"{duration(situation.durable_s)} ({source}); a restart takes {duration(situation.restart_s)}."
     )
 
 
 def level_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [
-        ("place", "save every", "counts after", "needed every", "redo per failure", "saves", "written", "kept", "cost")
+        ("place", "save every", "stored after", "needed every", "redo per failure", "saves", "written", "kept", "cost")
     ]
     for place, stored in zip(policy.nesting.placed, policy.storage, strict=True):
         level = place.level
@@ -49,10 +49,10 @@ def level_rows(policy: CheckpointPolicy) -> Rows:
 
 def tables(policy: CheckpointPolicy) -> list[tuple[str, str, Rows]]:
     """Title, remark below (or none) and rows of each further table."""
-    habits = "Against other habits" + (", saving to the store alone" if policy.situation.has_store else "")
+    habits = "Against other policies" + (", saving to the store alone" if policy.situation.has_store else "")
     found = [(habits, "", _habits(policy)), ("Many such jobs on one store", _crowd_remark(), _crowds(policy))]
     if policy.ages:
-        found.append(("By the age of machines that all began together", _age_remark(policy), _ages(policy)))
+        found.append(("By age of machines that all started together", _age_remark(policy), _ages(policy)))
     return found
 
 
@@ -60,18 +60,18 @@ def _habits(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("", "save every", "time lost", "redo per failure", "the job takes", "saves")]
     for habit in policy.habits:
         is_saving = math.isfinite(habit.period_s)
-        takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "for ever"
+        takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "forever"
         rows.append(
             (
-                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste), duration(habit.lost_s), takes,
-                f"{habit.num_saves:,.0f}",
+                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste), duration(habit.lost_s),
+                takes, f"{habit.num_saves:,.0f}",
             )
         )  # fmt: skip
     return rows
 
 
 def _crowds(policy: CheckpointPolicy) -> Rows:
-    rows: Rows = [("jobs", "save every", "store in use", "stored after", "time lost", "in step: after", "time lost")]
+    rows: Rows = [("jobs", "save every", "store in use", "stored after", "time lost", "at once: after", "time lost")]
     for crowd in policy.crowds:
         mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
         rows.append(
@@ -85,13 +85,13 @@ def _crowds(policy: CheckpointPolicy) -> Rows:
 
 def _crowd_remark() -> str:
     return (
-        "* is this one. The store shares its bandwidth fairly among the saves under way; each job saves at its own "
-        "time, or all in step."
+        "* marks this one. The store shares its bandwidth fairly among running saves; each job saves at its own "
+        "time, or all at once."
     )
 
 
 def _ages(policy: CheckpointPolicy) -> Rows:
-    rows: Rows = [("age", "danger", "save every")]
+    rows: Rows = [("age", "hazard", "save every")]
     for age in policy.ages:
         hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
         rows.append((hours, f"{age.danger:.2g} x", duration(age.period_s)))
@@ -100,8 +100,8 @@ def _ages(policy: CheckpointPolicy) -> Rows:
 
 def _age_remark(policy: CheckpointPolicy) -> str:
     return (
-        f"An assumed bathtub for machines that live a day. Following it would spare {percent(policy.age_gain)} of what "
-        'saving and redoing cost; every = "auto" keeps one interval.'
+        f"An assumed bathtub curve over a one-day lifetime. Adapting to it would save {percent(policy.age_gain)} of "
+        'what saving and redoing cost; every = "auto" keeps one interval.'
     )
 
 
@@ -111,7 +111,7 @@ def footer(policy: CheckpointPolicy) -> str:
     if dropped:
         parts.append(f"A copy on the {' and the '.join(dropped)} would cost more than it saves here, and is left out.")
     monthly = sum(row.monthly_cost for row in policy.storage)
-    parts.append(f"What stays of the checkpoints costs ${monthly:.2f} a month at ${policy.situation.price:g} per GB.")
+    parts.append(f"The checkpoints that are kept cost ${monthly:.2f} a month at ${policy.situation.price:g} per GB.")
     if policy.situation.is_preemptible:
         parts.append(_notice(policy))
     return "\n".join([*parts, "", "Recommended:", "", checkpoint_table(policy)])

@@ -73,7 +73,7 @@ def _call(hook: Hook, method: str, session: Session, *arguments: Any) -> None:
         if isinstance(error, CloseranksError) or is_consequence(error):
             raise
         what = f"the hook {type(hook).__qualname__} raised in {method}: {describe_error(error)}"
-        raise UserError(what, "Mend it there.") from error
+        raise UserError(what, "Fix the hook.") from error
 
 
 class EarlyStop(Hook):

@@ -64,7 +64,7 @@ def _say_what_takes_long() -> None:
     world = detect_world()
     if "closeranks.run.session" not in sys.modules and world.is_lead and world.launcher != "testing":
         ignore_broken_pipes()
-        print("closeranks: loading PyTorch's distributed parts ...", flush=True)
+        print("closeranks: importing PyTorch's distributed modules ...", flush=True)
 
 
 def run_session(session: Session) -> Result:

@@ -31,11 +31,11 @@ def sample(folder: Path, prompt: str, *, num_tokens: int, temperature: float, to
         )
     if job.model.name != "llama":
         # A user's model factory is code: a checkpoint from elsewhere must not choose what is run.
-        what = f"{folder} holds the model '{job.model.name}', and this command runs a Llama alone"
+        what = f"{folder} holds the model '{job.model.name}', and this command only runs Llama models"
         raise ModelError(what, "Load its weights in Python: closeranks ckpt convert RUN OUT.pt --to torch.")
     wanted, found = num_params(cast(LlamaConfig, job.model).shape()), sum(map(prod, saved.shapes("model").values()))
     if wanted != found:  # checked before a model of the size that the job claims is allocated
-        what = f"{saved.path} is damaged or foreign: its job describes {wanted:,} parameters, and it holds {found:,}"
+        what = f"{saved.path} is damaged or invalid: its job describes {wanted:,} parameters, and it holds {found:,}"
         raise CheckpointError(what, "Use an earlier checkpoint.")
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     dtype = torch.float64 if job.train.precision == "float64" else torch.float32

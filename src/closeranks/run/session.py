@@ -150,7 +150,7 @@ class Session:
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
-            raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to go on.")
+            raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to continue.")
         try:
             self._begin()
             while self.num_done < self.context.schedule.num_steps and not self._ending:

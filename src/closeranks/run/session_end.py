@@ -48,7 +48,7 @@ class SessionEnd:
 
     def mark_loop_exit(self) -> None:
         """The user's loop was left early."""
-        self.reason, self.detail = self.reason or "stopped", self.detail or "left by the loop"
+        self.reason, self.detail = self.reason or "stopped", self.detail or "the training loop exited early"
 
     def mark_failed(self, error: BaseException) -> None:
         self.reason, self.detail = _FAILED, str(error)

@@ -52,5 +52,5 @@ class Tracker(Hook):
             act()
         except Exception as error:
             self._has_failed = True
-            what = f"the tracker {type(self).__qualname__} no longer follows the run: {describe_error(error)}"
+            what = f"the tracker {type(self).__qualname__} is disabled for the rest of the run: {describe_error(error)}"
             session.recorder.emit(Warned(what, session.num_done or None))

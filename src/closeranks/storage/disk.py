@@ -18,8 +18,8 @@ from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20
 """One system call writes at most this much, and the kernel is then told to start on it."""
-CHUNK_WRITTEN = declare_failpoint("data chunk written", "a data file on a disk is there in part")
-DATA_DURABLE = declare_failpoint("data file durable", "a data file on a disk is whole and fsynced")
+CHUNK_WRITTEN = declare_failpoint("data chunk written", "a data file on a disk is partly written")
+DATA_DURABLE = declare_failpoint("data file durable", "a data file on a disk is complete and fsynced")
 
 _SYNC_FILE_RANGE_WRITE = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -37,13 +37,13 @@ def unseal(kind: str, data: bytes, name: str, version: int) -> Any:
         found, digest = int(first["version"]), str(first["blake3"])
         is_ours = first["closeranks"] == kind
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnsoundDocument(f"{name} is damaged, or not of this program") from error
+        raise UnsoundDocument(f"{name} is damaged, or not written by closeranks") from error
     if not is_ours or line + newline != _first_line(kind, found, digest):
-        raise UnsoundDocument(f"{name} is damaged, or not of this program")
+        raise UnsoundDocument(f"{name} is damaged, or not written by closeranks")
     if blake3(text).hexdigest() != digest:
         raise UnsoundDocument(f"{name} is damaged: it does not match its digest")
     if found < 1:
-        raise UnsoundDocument(f"{name} has format version {found}, which never was")
+        raise UnsoundDocument(f"{name} has format version {found}, which never existed")
     if found > version:
         newer = UnsoundDocument(f"{name} has format version {found}, and this program reads up to {version}")
         newer.is_newer = True
@@ -51,7 +51,7 @@ def unseal(kind: str, data: bytes, name: str, version: int) -> Any:
     try:
         return parse_plain(text)
     except (ValueError, RecursionError) as error:  # sealed by a broken or hostile writer
-        raise UnsoundDocument(f"{name} is damaged: it holds no JSON") from error
+        raise UnsoundDocument(f"{name} is damaged: it is not JSON") from error
 
 
 def parse_plain(text: bytes) -> Any:
@@ -66,18 +66,18 @@ def parse_plain(text: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key appears twice")
     return found
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 

@@ -41,12 +41,12 @@ _WORDS_OF_ERRNO = {
     errno.EFBIG: "the file is larger than the file system or the limit of this process (ulimit -f) allows",
     errno.EROFS: "the file system is mounted read-only",
     errno.EACCES: "permission denied; check the owner and the mode of the folder",
-    errno.EPERM: "the system does not permit it",
+    errno.EPERM: "operation not permitted",
     errno.ENOENT: "there is no such file or folder",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
-    errno.EEXIST: "it is there already",
-    errno.EIO: "the device reported an input/output error; look into the kernel log (dmesg)",
-    errno.ESTALE: "the network file system lost hold of the file",
+    errno.EEXIST: "it already exists",
+    errno.EIO: "the device reported an input/output error; check the kernel log (dmesg)",
+    errno.ESTALE: "stale file handle on the network file system",
 }
 _PASSING_ERRNO = frozenset(
     (
@@ -125,12 +125,12 @@ _KIND_OF_CODE: dict[str, type[StorageError]] = {
     "XMinioStorageFull": FullError,
 }
 _WORDS_OF_KIND: dict[type[StorageError], str] = {
-    DeniedError: "refused; check the credentials, and what they allow here",
+    DeniedError: "access denied; check the credentials and their permissions",
     MissingError: "there is no such file, object or bucket",
-    ExistsError: "it is there already",
+    ExistsError: "it already exists",
     ChangedError: "it is shorter than it should be",
-    FullError: "the store has no room for it",
-    UnknownUploadError: "the store has forgotten this upload; the file must be sent anew",
+    FullError: "the store is out of space",
+    UnknownUploadError: "the store no longer has this upload; the file must be uploaded again",
 }
 
 

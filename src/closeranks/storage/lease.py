@@ -221,7 +221,7 @@ def _leave(leaving: ExitStack, storage: Storage) -> None:
     try:
         leaving.close()
     except StorageError as error:
-        _LOG.warning("the lease of %s was left behind: %s", storage.url, error)
+        _LOG.warning("the lease of %s was not released: %s", storage.url, error)
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def _try_to_remove(storage: Storage, name: str) -> None:
     try:
         _remove(storage, name)
     except StorageError as error:
-        _LOG.warning("the lock of %s was left behind: %s", storage.url, error)
+        _LOG.warning("the lock of %s was not released: %s", storage.url, error)
 
 
 def _publish(storage: Storage, name: str, lease: Lease) -> None:

@@ -39,7 +39,7 @@ def version_of(info: Mapping[str, Any]) -> str:
 
 def to_entry(name: str, info: Mapping[str, Any], url: str) -> FileEntry:
     if info.get("size") is None:
-        raise StorageError(f"{url} does not say how large it is, so nobody could tell whether it arrived whole")
+        raise StorageError(f"{url} does not report its size, so a truncated read could not be detected")
     return FileEntry(name, int(info["size"]), version_of(info))
 
 
@@ -83,7 +83,7 @@ def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
 
 
 def _check_reached(at: FsspecConnection, url: str, ask: Ask) -> None:
-    """Raises what was passed over. A folder that is not there is an empty one in most stores; of a web server, an
+    """Raises what was skipped. A folder that is not there is an empty one in most stores; of a web server, an
     address that is wrong."""
     try:
         ask(lambda: at.fs.ls(f"{at.root}/", detail=False), "listing", "")

@@ -48,9 +48,9 @@ from closeranks.storage.protocol import (
     StorageSink,
 )
 
-WRITTEN_ASIDE = declare_failpoint("document written aside", "a document is whole and fsynced under a temporary name")
-IN_PLACE = declare_failpoint("document in place", "a document has its name, which is not fsynced in its folder yet")
-REMOVED = declare_failpoint("file removed", "a file is gone, which is not fsynced in its folder yet")
+WRITTEN_ASIDE = declare_failpoint("document written aside", "a document is complete and fsynced under a temporary name")
+IN_PLACE = declare_failpoint("document in place", "a document is renamed into place; its folder is not fsynced yet")
+REMOVED = declare_failpoint("file removed", "a file is removed; its folder is not fsynced yet")
 
 _ASIDE = ".aside"
 _STALE_S = 3600.0
@@ -97,7 +97,7 @@ class LocalStorage:
             wanted = max(0, os.fstat(fd).st_size - start) if num_bytes is None else num_bytes
             data = read_range(fd, start, wanted)
         if len(data) < wanted:
-            raise StorageError(f"{path} is cut short: {len(data)} of {wanted} bytes are there from byte {start} on")
+            raise StorageError(f"{path} is truncated: {len(data)} of {wanted} bytes are there from byte {start} on")
         return data
 
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
@@ -237,12 +237,12 @@ def _give_name(aside: Path, path: Path) -> None:
     except FileExistsError:
         # Over NFS a link whose answer was lost is tried again and finds itself.
         if aside.stat().st_nlink != 2:
-            raise ExistsError(f"{path} is there already") from None
+            raise ExistsError(f"{path} already exists") from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         if path.exists():
-            raise ExistsError(f"{path} is there already") from None
+            raise ExistsError(f"{path} already exists") from None
         os.rename(aside, path)
 
 

@@ -21,27 +21,27 @@ class BucketCaps(NamedTuple):
 
 def _check_bucket(value: float | str) -> float | str:
     if value != "auto" and (isinstance(value, str) or value <= 0):
-        raise ValueError(f'{value!r} is no size of a bucket: write a number of MiB above 0, such as 25, or "auto"')
+        raise ValueError(f'{value!r} is not a bucket size: write a number of MiB above 0, such as 25, or "auto"')
     return value
 
 
 class CompressConfig(ConfigTable):
-    """How much of a gradient travels. What is left out of one step is remembered and sent with later ones."""
+    """Gradient compression. What is not sent in one step is kept and sent with later ones."""
 
     name: Literal["none", "bf16", "fp16", "int8", "topk", "powersgd", "onebit"] = "none"
-    """bf16 and fp16 send half of the bytes, int8 a quarter, topk the largest values alone, powersgd products of thin
-    matrices, onebit signs."""
+    """bf16 and fp16 send half of the bytes, int8 a quarter, topk only the largest values, powersgd low-rank
+    factors, onebit signs."""
     ratio: float = Field(default=0.01, gt=0.0, le=1.0)
     """topk: the share of values that is sent."""
     rank: int = Field(default=4, ge=1)
-    """powersgd: the rank of what is sent of a matrix."""
+    """powersgd: the rank of the factors."""
     warmup: float | None = Field(default=None, ge=0)
-    """Steps until compression sets in; below 1, a fraction of all steps. Unset: a tenth of them for onebit (with adamw
+    """Steps before compression starts; below 1, a fraction of all steps. Unset: a tenth of them for onebit (with adamw
     the second moments are frozen then, as in 1-bit Adam), none for the others."""
     feedback: bool = True
-    """Remember what was not sent. Off, to see what that is good for."""
+    """Error feedback: keep what was not sent for later steps. Off: only to see its effect."""
     measure_every: int = Field(default=50, ge=0)
-    """In every so-many-th step some values are summed exactly too, to measure what is lost; 0: never."""
+    """Every this many steps, also sum some values exactly, to measure the error; 0: never."""
 
     @field_validator("warmup")
     @classmethod
@@ -57,23 +57,23 @@ class CompressConfig(ConfigTable):
 
 
 class LocalConfig(ConfigTable):
-    """Replicas that train apart and meet every so many steps: local SGD, DiLoCo, streaming DiLoCo."""
+    """Local SGD, DiLoCo, streaming DiLoCo: replicas train locally between outer steps."""
 
     every: int = Field(default=0, ge=0)
-    """Steps that each replica takes by itself before all meet; 0: gradients are summed over all ranks in every step."""
+    """Local steps of each replica between outer steps; 0: gradients are summed over all ranks in every step."""
     replicas: int = Field(default=0, ge=0)
-    """How many replicas train apart. 0: data/shard of them where layout.shard is given, else one for each host where
+    """How many replicas train locally. 0: data/shard of them where layout.shard is given, else one for each host where
     there are several, else as many as there are data ranks."""
     outer_lr: float = Field(default=0.7, gt=0.0)
-    """How far a meeting goes from where all stood towards the mean of where they got to; 1 is all the way."""
+    """Learning rate of the outer step; 1 goes from the anchor all the way to the mean of the replicas."""
     outer_momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """What a meeting remembers of those before it. With 0 and outer_lr = 1 a meeting is a plain mean: local SGD."""
+    """Momentum of the outer step. With 0 and outer_lr = 1 an outer step is a plain mean: local SGD."""
     nesterov: bool = True
-    """Whether the outer momentum looks ahead."""
+    """Whether the outer momentum is Nesterov's."""
     fragments: int = Field(default=1, ge=1)
-    """In how many parts the model meets, one after the other, every/fragments steps apart; must divide ``every``."""
+    """Parts of the model that are synchronized in turn, every/fragments steps apart; must divide ``every``."""
     balance: bool = False
-    """Give slower replicas fewer micro-batches, by what each was measured to take for one; changed at meetings only."""
+    """Give slower replicas fewer micro-batches, by their measured time for one; changed only at outer steps."""
 
     @property
     def is_on(self) -> bool:
@@ -84,11 +84,11 @@ class SyncConfig(ConfigTable):
     """How gradients are summed over the data ranks."""
 
     bucket_mib: Annotated[float | str, AfterValidator(_check_bucket)] = _USUAL_MIB
-    """Gradients travel in buckets of this many MiB; the plan is part of the numerics. "auto": by measurement."""
+    """Gradients are reduced in buckets of this many MiB, which affects rounding. "auto": by measurement."""
     first_bucket_mib: float = Field(default=1.0, gt=0)
-    """The first bucket to leave is smaller, so that the link has work early in the backward pass."""
+    """The first bucket is smaller, so that communication starts early in the backward pass."""
     overlap: bool = True
-    """Let gradients travel while backward still runs, and weights be gathered ahead; off, to measure what that buys."""
+    """Overlap gradient communication with backward, and gather weights ahead; off only to measure the gain."""
     prefetch: int = Field(default=1, ge=0)
     """With zero=3: how many units ahead weights are gathered; each costs the memory of one unit. 0: only when used."""
     reduce: Literal["auto", "flat", "hierarchical"] = "auto"
@@ -96,7 +96,7 @@ class SyncConfig(ConfigTable):
     hierarchical where every host has the same number of data ranks, and more than one."""
     compress: CompressConfig = CompressConfig()
     local: LocalConfig = LocalConfig()
-    """Replicas that train apart and meet now and then."""
+    """Local SGD and DiLoCo."""
 
     @property
     def gradients(self) -> CompressConfig:

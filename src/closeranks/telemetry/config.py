@@ -14,7 +14,7 @@ from closeranks.telemetry.step_range import parse_step_range
 
 class TelemetryConfig(ConfigTable):
     log_every: int = Field(default=10, ge=1)
-    """Where the output is no terminal: print a line every this many steps (the first and the last always)."""
+    """If the output is not a terminal: print a line every this many steps (always the first and the last)."""
 
     tensorboard: bool = False
     """Also write TensorBoard scalars to the run folder (needs `pip install closeranks[track]`)."""

@@ -63,7 +63,7 @@ def explain(use: MemoryUse) -> str:
 
 def _headline(use: MemoryUse) -> str:
     total = f" ({formatting.size(use.total_bytes)} in all)" if use.total_bytes else ""
-    wanted = f" when {formatting.size(use.requested_bytes)} more was asked for" if use.requested_bytes else ""
+    wanted = f" when {formatting.size(use.requested_bytes)} more was requested" if use.requested_bytes else ""
     return f"{use.device} ran out of memory{total}{wanted}."
 
 
@@ -74,7 +74,7 @@ def advice(use: MemoryUse) -> Sequence[str]:
         "shorten data.seq_len: activations shrink with it",
     ]
     precision = ['train.precision = "bf16": activations take about half'] if use.is_float32 else []
-    batch.insert(1, 'train.recompute = "full": a block keeps its inputs alone, and is computed twice')
+    batch.insert(1, 'train.recompute = "full": a block keeps only its inputs, and is computed twice')
     spread = ["layout.zero = 3 on several workers: each keeps its share of parameters, gradients and optimizer state"]
     state = [*spread, "choose a smaller model.preset: parameters, gradients and optimizer state all shrink with it"]
     if use.optimizer_bytes > use.parameters_bytes:

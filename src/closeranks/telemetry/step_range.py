@@ -37,5 +37,5 @@ def parse_step_range(text: str) -> StepRange | None:
     if first < 1:
         raise UserError(f"'{text}' starts before the first step", f'Steps count from 1: write "1:{max(stop, 2)}".')
     if stop <= first:
-        raise UserError(f"'{text}' holds no step", f'The second number is left out: write "{first}:{first + 1}".')
+        raise UserError(f"'{text}' holds no step", f'The second number is excluded: write "{first}:{first + 1}".')
     return StepRange(first, stop - 1)

@@ -61,7 +61,7 @@ class TensorBoardSink:
         self._writer, self._retry_at = None, time.monotonic() + _RETRY_S
         if not self._is_told:
             self._is_told = True
-            self._emit(Warned(f"nothing is written for TensorBoard while that fails: {error.strerror or error}"))
+            self._emit(Warned(f"TensorBoard scalars cannot be written: {error.strerror or error}"))
 
     def _look_for_room(self) -> None:
         """Raises where there is none: a writer that is opened in vain leaves an empty file each time."""

@@ -288,7 +288,7 @@ def test_who_is_elsewhere_in_python_than_most_is_named_and_half_is_not_most() ->
 
 def test_the_cause_is_one_line_for_people() -> None:
     still = Hang((1,), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
-    assert still.cause(15.2) == "stood still for 5.2 s, computing gradients"
+    assert still.cause(15.2) == "made no progress for 5.2 s, computing gradients"
     stopped = replace(still, is_stopped=True, phase=WorkerPhase.DATA)
     assert stopped.cause(15.2) == "was stopped by a signal for 5.2 s, waiting for data"
 

@@ -179,7 +179,7 @@ def test_the_last_words_of_a_killed_process_can_be_read() -> None:
 def test_a_foreign_descriptor_is_refused() -> None:
     fd = os.memfd_create("foreign")
     os.ftruncate(fd, 4096)
-    with pytest.raises(ValueError, match="not a progress word"):
+    with pytest.raises(ValueError, match="not a worker's progress memory"):
         SharedProgress(fd)
     os.close(fd)
 

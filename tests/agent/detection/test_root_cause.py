@@ -114,7 +114,7 @@ def test_the_report_of_an_exception() -> None:
 
 def test_what_the_kernel_counted_is_said() -> None:
     report = str(find_root_cause([killed(0, 1.0)], num_oom_kills=1).error)
-    assert "out-of-memory killer it seems" in report
+    assert "probably by the kernel's out-of-memory killer" in report
     assert "its log, rank-0.log, is empty" in report
 
 
@@ -265,22 +265,22 @@ def test_a_mistake_of_the_persons_is_told_from_a_fault() -> None:
 def test_the_report_of_a_hang() -> None:
     report = str(find_root_cause([fenced(0), still(1, log="rank-1.log", log_tail=("File a.py",))]).error).splitlines()
     assert report == [
-        "rank 1 of 2 failed at step 12 (reducing gradients): stood still for 5.25 s; it was given up",
+        "rank 1 of 2 failed at step 12 (reducing gradients): made no progress for 5.25 s; declared hung",
         "rank 0 stopped because of it",
         "its log, rank-1.log, ends with:",
         "  | File a.py",
     ]
     assert "stopped by SIGSTOP for 5.25 s" in str(find_root_cause([fenced(0), still(1, "stopped")]).error)
-    seen = still(1, hang_cause="stood still for 5.2 s, reducing gradients; busy in one thread")
+    seen = still(1, hang_cause="made no progress for 5.2 s, reducing gradients; busy in one thread")
     first = str(find_root_cause([fenced(0), seen]).error).splitlines()[0]
-    assert first == f"rank 1 of 2 failed at step 12: {seen.hang_cause}; it was given up"
+    assert first == f"rank 1 of 2 failed at step 12: {seen.hang_cause}; declared hung"
 
 
 def test_where_all_stand_still_nobody_is_the_culprit() -> None:
     verdict = find_root_cause([still(0), still(1)])
     assert (verdict.culprit, verdict.kind) == (-1, "hang")
     assert str(verdict.error) == (
-        "all 2 ranks failed at step 12 (reducing gradients): stood still for 5.25 s; it was given up"
+        "all 2 ranks failed at step 12 (reducing gradients): made no progress for 5.25 s; declared hung"
     )
     assert find_root_cause([still(0)]).culprit == 0
     assert find_root_cause([still(0), still(1), fenced(2)]).culprit == 0

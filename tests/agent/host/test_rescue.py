@@ -38,7 +38,7 @@ def in_the_way(folder: Path) -> Path:
 def test_in_the_runs_own_folder(tmp_path: Path, boxes: SnapshotMemory, spare: Path) -> None:
     told = rescue_snapshots(boxes, tmp_path / "run", "h1")
     assert (tmp_path / "run" / "rescued" / "h1" / "box-00000-1").read_bytes() == b"a copy"
-    assert f"Go on with checkpoint.resume={tmp_path / 'run'}." in told
+    assert f"Resume via checkpoint.resume={tmp_path / 'run'}." in told
     assert list(spare.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ def test_a_member_that_told_nothing_was_lost_whoever_complained_first() -> None:
     whole = HostReport(workers=(WorkerReport(0, step=5, failure=ECHO),))
     verdict = root_cause_of(over, whole, "h1", next_step=5, leaving=None)
     assert verdict is not None
-    assert (verdict.kind, verdict.culprit, verdict.cause) == ("host", -1, "h1 was lost: it was not heard in time")
+    assert (verdict.kind, verdict.culprit, verdict.cause) == ("host", -1, "h1 was lost: no heartbeat arrived in time")
 
 
 def test_of_several_the_one_that_ended_the_generation_is_named() -> None:
@@ -71,7 +71,7 @@ def test_workers_that_were_ended_with_a_lost_host_have_not_finished() -> None:
     """Without recovery: those of this host were fenced, and none of them failed."""
     fenced = HostReport(workers=(WorkerReport(0, step=500),))
     over = settled(EndCause("lost", "h1", "it was not heard for 3 s"), "h0")
-    with pytest.raises(RunFailed, match="before they were done: h1: it was not heard for 3 s"):
+    with pytest.raises(RunFailed, match="before they finished: h1: it was not heard for 3 s"):
         conclude(over, fenced, None, print)
     done = HostReport(workers=(WorkerReport(0, step=500, status=0, is_finished=True),))
     assert conclude(settled(EndCause("done"), "h0"), done, None, print).reason == "finished"

@@ -90,8 +90,8 @@ def test_a_spent_budget_says_what_the_faults_were() -> None:
     kinds = ["killed", "killed", "hang"]
     faults = [fault(at=n, step=n, kind=kind, host=f"h{n % 2}", cause=f"cause {n}.") for n, kind in enumerate(kinds)]
     assert gave_up(decided(faults, FaultLimits(max_faults=2))).sentence == (
-        "3 faults within 60 min (2 killed, 1 hang; 2 of them on h0), and elastic.max_faults = 2 are survived; "
-        "the last: cause 2. Mend what they have in common, or raise elastic.max_faults."
+        "3 faults within 60 min (2 killed, 1 hang; 2 of them on h0), more than elastic.max_faults = 2; "
+        "the last: cause 2. Fix their common cause, or raise elastic.max_faults."
     )
     assert "a fault within 60 min (1 killed)" in gave_up(decided(faults[:1], FaultLimits(max_faults=0))).what
 
@@ -131,7 +131,7 @@ def test_a_deterministic_fault_ends_the_run_and_is_named(repeats: int, step: int
     assert count == repeats
     assert given_up.reason == "repeats"
     assert given_up.what.startswith(f"step {step} (samples {(step - 1) * 8} to {step * 8 - 1} of the run) failed")
-    assert "it broke. This is deterministic: the code or the data does it" in given_up.what
+    assert "it broke. This is deterministic: the code or the data causes it" in given_up.what
     assert given_up.fix
 
 
@@ -185,7 +185,7 @@ def test_a_fault_before_the_first_step_is_named_as_such() -> None:
     assert what.startswith(
         "the start of a generation, before its first step, failed 2 times in the same way: it broke."
     )
-    assert gave_up(decided(faults)).fix == "Mend the code, then go on with checkpoint.resume."  # no sample was read
+    assert gave_up(decided(faults)).fix == "Fix the code, then resume with checkpoint.resume."  # no sample was read
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_a_fault_before_the_first_step_is_named_as_such() -> None:
     [
         ({"kind": "oom"}, "smaller train.micro_batch"),
         ({"kind": "exception", "signature": "OutOfMemoryError at f: CUDA out of memory"}, "smaller train.micro_batch"),
-        ({"kind": "hang"}, "Its log shows where each thread stood"),
-        ({"kind": "exception"}, "look at those samples"),
+        ({"kind": "hang"}, "Its log shows the stack of each thread"),
+        ({"kind": "exception"}, "inspect those samples"),
     ],
 )
 def test_the_advice_fits_the_fault(changes: dict[str, str], advice: str) -> None:
     given_up = gave_up(decided([fault(**changes)] * 2))
     assert advice in given_up.fix
-    assert given_up.fix.endswith("then go on with checkpoint.resume.")
+    assert given_up.fix.endswith("then resume with checkpoint.resume.")
 
 
 # --- mistakes of the person's
@@ -239,7 +239,7 @@ def test_without_room_for_all_it_goes_on_with_what_is_legal() -> None:
     assert go.placements == (HostPlacement("lead", 2), HostPlacement("c", 1))
     even = went(decide([fault()], hosts, FaultLimits(), 0.0, DesiredSize(4, down_to(2, 4))))
     assert even.placements == (HostPlacement("lead", 2),), "one stands by"
-    assert even.fitted == ResizedLaunch(2, {"size": 2}, "2 of 4 workers; batch, order and learning rate stay")
+    assert even.fitted == ResizedLaunch(2, {"size": 2}, "2 of 4 workers; same batch, order and learning rate")
     told = DesiredSize(4, lambda count: ResizedLaunch(2, {}, "layout data=4 -> data=2"))
     assert went(decide([fault()], hosts, FaultLimits(), 0.0, told)).fitted.summary == "layout data=4 -> data=2"
     assert went(decide([fault()], ALONE, FaultLimits(), 0.0, FOUR)).fitted.summary == ""
@@ -296,11 +296,13 @@ def test_too_few_workers_are_told_with_the_reason() -> None:
         return gave_up(decide([fault()], [HostState("lead", count)], limits, 0.0, wish)).sentence
 
     assert told(FOUR, FaultLimits(min_workers=2)) == (
-        "1 worker of 4 can still be had, and elastic.min_workers = 2. Add a host with `closeranks agent --join`, "
-        "lower elastic.min_workers, or go on later with checkpoint.resume."
+        "1 worker of 4 can still be started, and elastic.min_workers = 2. Add a host with `closeranks agent --join`, "
+        "lower elastic.min_workers or resume later with checkpoint.resume."
     )
-    assert "no layout of so few is legal for this model and batch" in told(DesiredSize(4, down_to(2, 4)), FaultLimits())
-    assert "0 workers of 4 can still be had" in told(FOUR, FaultLimits(), 0)
+    assert "no layout with so few workers is valid for this model and batch" in told(
+        DesiredSize(4, down_to(2, 4)), FaultLimits()
+    )
+    assert "0 workers of 4 can still be started" in told(FOUR, FaultLimits(), 0)
     assert "this run cannot be made smaller" in told(DesiredSize(4), FaultLimits(), 3)
 
 
@@ -315,7 +317,7 @@ def test_a_lost_host_is_waited_for_and_then_done_without() -> None:
     limits = FaultLimits(wait_s=5.0)
     waiting = decide([fault(at=10.0)], hosts, limits, 11.0, FOUR)
     assert isinstance(waiting, WaitForHosts)
-    assert waiting == WaitForHosts(15.0, "2 workers can be had without b; waiting 4 s for it or for another host")
+    assert waiting == WaitForHosts(15.0, "2 workers can be started without b; waiting 4 s for it or another host")
     assert went(decide([fault(at=10.0)], hosts, limits, 15.0, FOUR)).num_workers == 2
     assert went(decide([fault(at=10.0)], [*hosts, C], limits, 11.0, FOUR)).num_workers == 4, "another joined"
     assert went(decide([fault(at=10.0)], hosts, FaultLimits(), 10.0, FOUR)).num_workers == 2, "nobody is waited for"

@@ -71,7 +71,7 @@ def test_a_lease_that_grew_is_not_cut_short_when_hosts_leave() -> None:
     for seq, body in enumerate([Join(1), Heartbeat(1), Heartbeat(2), Heartbeat(3)]):
         lead.handle(Envelope(int(seq > 0), "a", 1, 1, body), float(seq))
     assert lead.tick(12.4) == []
-    assert of(HostStatusChanged, lead.tick(12.5)) == [HostStatusChanged("a", "lost", "it was not heard in time", 1)]
+    assert of(HostStatusChanged, lead.tick(12.5)) == [HostStatusChanged("a", "lost", "no heartbeat arrived in time", 1)]
 
 
 # --- the lead
@@ -248,7 +248,7 @@ def test_joining_is_tried_again_ever_more_patiently_until_it_gives_up() -> None:
         sessions += [(now, effect.letter.session) for effect in of(SendMessage, effects)]
         now = follower.deadline(now) or now
     assert sessions == [(0.0, 1), (0.5, 2), (1.5, 3), (3.5, 4), (7.5, 5), (15.5, 6)]
-    assert effects == [ParticipationEnded("no lead was found within 20 s", is_lost=True)]
+    assert effects == [ParticipationEnded("no leader was found within 20 s", is_lost=True)]
 
 
 def test_a_late_welcome_is_none() -> None:

@@ -126,7 +126,7 @@ def _before_requests_were_one_value() -> dict[str, Any]:
         (fields(m.Welcome(1, 1), beat_s=math.nan), "welcome.beat_s must be a number"),
         (fields(m.Welcome(1, 1), plan={"a": math.inf}), "not finite"),
         (fields(m.Welcome(1, 1), plan={1: 2}), "a key that is not text"),
-        (fields(m.Welcome(1, 1), plan={"a": b"x"}), "no JSON value"),
+        (fields(m.Welcome(1, 1), plan={"a": b"x"}), "not a JSON value"),
         (fields(m.BeginGeneration(1, 0, (1,)), number=1), "begin.number is 1 among 1 hosts"),
         (fields(m.BeginGeneration(1, 0, (1,)), per_host=[[1 << 20, 2]]), "more than 1048576 workers"),
         (fields(m.BeginGeneration(1, 0, (1,)), per_host=[]), "must be runs"),

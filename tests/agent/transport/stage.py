@@ -177,7 +177,7 @@ def flipping(bit: int) -> Alter:
 
 
 def is_closed_by_other(endpoint: socket.socket) -> bool:
-    """Whether the other side hung up; what it said before is thrown away."""
+    """Whether the other side closed the connection; what it said before is thrown away."""
     endpoint.setblocking(False)
     try:
         while endpoint.recv(4096):

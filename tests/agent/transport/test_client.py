@@ -31,7 +31,7 @@ def test_it_may_come_before_the_lead_and_says_so_once(stage: Stage) -> None:
     port = free_port()
     client, host = stage.client(f"127.0.0.1:{port}", terms=FAST)
     stage.settle(0.3)
-    assert host.notes == [f"The lead at 127.0.0.1:{port} cannot be reached: nothing listens there; trying again."]
+    assert host.notes == [f"The leader at 127.0.0.1:{port} cannot be reached: nothing listens there; trying again."]
     assert host.notes[0] == f"{client.trouble}; trying again."
     assert client.num_refused == 0
     server, lead = stage.server(port=port)
@@ -69,7 +69,7 @@ def test_names_are_looked_up_without_blocking(stage: Stage) -> None:
 def test_a_name_that_is_not_known_is_told(stage: Stage) -> None:
     client, host = stage.client("no-such-host.invalid:29400", terms=FAST)
     stage.until(lambda: host.notes)
-    assert "The lead at no-such-host.invalid:29400 cannot be reached: " in host.notes[0]
+    assert "The leader at no-such-host.invalid:29400 cannot be reached: " in host.notes[0]
     assert "name" in host.notes[0]
     assert not client.is_open
 
@@ -124,7 +124,7 @@ def test_one_whose_queue_is_full_does_not_answer(stage: Stage) -> None:
             fillers.append(filler)
         client, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
         stage.until(lambda: host.notes)
-        assert "it does not answer within 0.5 s" in host.notes[0]
+        assert "it did not answer within 0.5 s" in host.notes[0]
         for filler in fillers:
             filler.close()
         assert client.num_refused == 0

@@ -31,7 +31,7 @@ def test_many_addresses_fill_a_bounded_number_of_lines_and_entries() -> None:
     lines = [complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=number * 1e-4) for number in range(5000)]
     assert len([line for line in lines if line]) == 10
     later = complaints.line_for("10.0.0.1", "speaks TLS", now=61.0)
-    assert later == "10.0.0.1 speaks TLS; it was refused. 4990 refusals of other addresses were not told."
+    assert later == "10.0.0.1 speaks TLS; it was refused. 4990 refusals of other addresses were not reported."
     for number in range(5000):
         complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=100.0 * number)
     assert len(complaints._known) <= 256
@@ -102,7 +102,7 @@ def test_a_port_that_is_taken_or_not_ours_is_told() -> None:
     listen_on("127.0.0.1", port).close()
     with pytest.raises(SetupError, match="Choose an address of this machine"):
         listen_on("192.0.2.1", 0)
-    with pytest.raises(SetupError, match="is not known here"):
+    with pytest.raises(SetupError, match="does not resolve"):
         listen_on("no-such-host.invalid", 0)
 
 
@@ -116,4 +116,4 @@ def test_a_numeric_address_asks_nobody() -> None:
 def test_an_answer_is_places_or_a_reason() -> None:
     assert decode_answer(b'[[2, ["127.0.0.1", 5]]]') == ([SocketAddress(socket.AF_INET, ("127.0.0.1", 5))], "")
     assert decode_answer(b'"Name or service not known"') == ([], "Name or service not known")
-    assert decode_answer(b"") == ([], "the lookup came to nothing")
+    assert decode_answer(b"") == ([], "the lookup gave no result")

@@ -184,7 +184,7 @@ def test_a_frame_sent_twice_on_the_way_is_refused(stage: Stage) -> None:
     stage.until(lambda: lead.messages)
     relay.inject(bytes(relay.seen[0][0][before:]))
     stage.until(lambda: lead.closed)
-    assert lead.closed[0][1] == "sent a message that was altered, repeated or moved on the way"
+    assert lead.closed[0][1] == "sent a message that was altered, replayed or reordered in transit"
     assert lead.fields == [{"type": "evict", "host": "h2"}]
 
 

@@ -69,8 +69,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         ("abcdef0123", r"too short \(10 characters, at least 32\)"),
         ("a" * 64, "can be guessed"),
         (f"{GOOD} {GOOD}", "more than one word"),
-        (GOOD + "ä", "other signs"),
-        (GOOD + "\x00", "other signs"),
+        (GOOD + "ä", "characters that"),
+        (GOOD + "\x00", "characters that"),
     ],
 )
 def test_what_is_no_token_is_refused_without_being_quoted(tmp_path: Path, text: str, words: str) -> None:
@@ -130,7 +130,7 @@ def test_a_file_comes_before_the_shell_and_a_draw_comes_last(tmp_path: Path) -> 
     assert lead_token(None, shell, drawn_at, quiet) == JobToken(shell.encode())
     assert not drawn_at.exists()
     assert lead_token(None, "", drawn_at, quiet) == read_token(drawn_at, quiet)
-    with pytest.raises(SetupError, match="joining a job takes its token"):
+    with pytest.raises(SetupError, match="joining a job requires its token"):
         host_token(None, "", quiet)
     with pytest.raises(SetupError, match="CLOSERANKS_TOKEN is too short"):
         host_token(None, "short", quiet)

@@ -31,7 +31,7 @@ def test_a_port_can_be_taken_again_right_after(tmp_path: object) -> None:
 
 @pytest.mark.parametrize(
     ("host", "words"),
-    [("192.0.2.1", "the address 192.0.2.1 does not belong to this machine"), ("no.such.invalid", "is not known here")],
+    [("192.0.2.1", "the address 192.0.2.1 does not belong to this machine"), ("no.such.invalid", "does not resolve")],
 )
 def test_a_host_that_is_not_this_one(host: str, words: str) -> None:
     with pytest.raises(SetupError, match=words) as caught:

@@ -98,7 +98,7 @@ def test_a_lesson_that_fails_is_a_note_in_the_zygotes_log(host: Host, lesson: st
     told = generations(host, lesson)
     assert [one["known"] for one in told] == [[], []]
     log = (host.log_folder / "zygote.log").read_text()
-    assert "warming up failed" in log
+    assert "warm-up failed" in log
     assert words in log
 
 

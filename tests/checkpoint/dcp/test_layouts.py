@@ -90,7 +90,7 @@ def test_a_folder_of_torch_is_read_in_pieces(saved: tuple[Path, Flat]) -> None:
             part = box if piece.flat is None else box.reshape(-1)[slice(*piece.flat)]
             assert torch.equal(weights.read(name, piece), part)
     assert weights.read("up.weight", Piece.whole("", (12, 8)), torch.float64).dtype == torch.float64
-    assert "are not the model's" in weights.notes[0]
+    assert "do not belong to the model" in weights.notes[0]
 
 
 def test_a_checkpoint_that_training_saved_loads_into_dtensors(tmp_path: Path) -> None:

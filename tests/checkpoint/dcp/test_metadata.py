@@ -98,7 +98,7 @@ def test_a_hostile_pickle_is_refused_by_name_and_not_run(name: str, tmp_path: Pa
     mark = tmp_path / "mark"
     payload, named = attacks(mark)[name]
     data = pickle.dumps(metadata(planner_data=payload))
-    with pytest.raises(CheckpointError, match=f"asks for '{re.escape(named)}', which no metadata"):
+    with pytest.raises(CheckpointError, match=f"asks for '{re.escape(named)}', which torch DCP metadata"):
         read_metadata(data, "m")
     assert not mark.exists()
 
@@ -150,7 +150,7 @@ def test_what_is_outside_of_the_file_is_refused() -> None:
 def test_no_allowed_name_is_the_real_thing() -> None:
     for module, name in ALLOWED:
         data = f"c{module}\n{name}\n.".encode()
-        with pytest.raises(CheckpointError, match="no metadata of torch DCP"):
+        with pytest.raises(CheckpointError, match="not torch DCP metadata"):
             read_metadata(data, "m")  # the class alone, as a record's class
 
 
@@ -181,12 +181,12 @@ WHERE = metadata().storage_data
     ("changed", "words"),
     [
         ({"storage_data": None}, "the storage data is of type NoneType"),
-        ({"storage_data": {}}, "nothing says where 'model.w' lies"),
+        ({"storage_data": {}}, "the metadata does not say where 'model.w' lies"),
         (
             {"storage_data": {**WHERE, real.MetadataIndex("step"): _StorageInfo("../../etc/passwd", 0, 7)}},
-            "no file beside",
+            "file beside",
         ),
-        ({"storage_data": {**WHERE, real.MetadataIndex("step"): _StorageInfo("/etc/passwd", 0, 7)}}, "no file beside"),
+        ({"storage_data": {**WHERE, real.MetadataIndex("step"): _StorageInfo("/etc/passwd", 0, 7)}}, "file beside"),
         ({"storage_data": {**WHERE, real.MetadataIndex("step"): _StorageInfo("a", -1, 7)}}, "offset is not a number"),
         ({"storage_data": {**WHERE, real.MetadataIndex("step"): _StorageInfo("a", 0, 7, ["zstd"])}}, "an extension"),
         ({"state_dict_metadata": {**STATE, "step": 3}}, "entry of 'step'"),
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_with_its_reason(changed: dict[str, Any], w
 
 @pytest.mark.parametrize(
     ("start", "size", "words"),
-    [((2, 0), (3, 3), "reaches out"), ((2, 0), (1, 3), "do not add up"), ((2,), (2,), "another number of dims")],
+    [((2, 0), (3, 3), "reaches out"), ((2, 0), (1, 3), "do not add up"), ((2,), (2,), "a different number of dims")],
 )
 def test_chunks_must_fit_their_tensor(start: tuple[int, ...], size: tuple[int, ...], words: str) -> None:
     tensor = STATE["model.w"]

@@ -191,7 +191,7 @@ def test_a_flipped_bit_makes_the_load_raise(tmp_path: Path, where: float) -> Non
     for path in (data, manifest):
         kept = path.read_bytes()
         flip(path, int(where * len(kept)), 3)
-        with pytest.raises(dcp.CheckpointException, match=r"damaged|no sound checkpoint"):
+        with pytest.raises(dcp.CheckpointException, match=r"damaged|no valid checkpoint"):
             load(tmp_path, {"model": {"w": torch.zeros(64, 64)}})
         path.write_bytes(kept)
     load(tmp_path, {"model": {"w": torch.zeros(64, 64)}})
@@ -218,7 +218,7 @@ def test_an_empty_place_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     save(tmp_path, 1, seed=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
-    with pytest.raises(dcp.CheckpointException, match="step-00000001 is a checkpoint already"):
+    with pytest.raises(dcp.CheckpointException, match="step-00000001 is already a checkpoint"):
         save(tmp_path, 1, seed=2)
     assert all(path.read_bytes() == data for path, data in before.items())
 
@@ -266,7 +266,7 @@ def test_a_place_may_name_the_checkpoint(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-00000008-2", storage_writer=writer)
     assert (tmp_path / "step-00000007/manifest.json").is_file()
     assert (tmp_path / "step-00000008-2/manifest.json").is_file()
-    with pytest.raises(CheckpointError, match="names no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint's path"):
         CheckpointStorageWriter(tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_every_flipped_bit_is_found_when_read_back(tmp_path: Path) -> None:
     data_file.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
     for place in (0, 9, file.header_bytes - 1, *plan.offsets[:3], file.num_bytes - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
-        with pytest.raises(SaveError, match="came back from the medium with other bytes"):
+        with pytest.raises(SaveError, match="was read back from storage with different bytes"):
             data_file.read_back(storage, "s/data.safetensors", file, chunks.values(), lambda: None)
     for cut, word in ((good[:-1], "short"), (good + b"\0", "longer")):
         path.write_bytes(cut)

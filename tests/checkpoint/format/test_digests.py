@@ -121,7 +121,7 @@ def test_a_number_and_nothing() -> None:
 def test_bytes_that_do_not_fit_the_piece_and_unknown_types_are_refused() -> None:
     with pytest.raises(ValueError, match="11 bytes for 3 elements of float32"):
         layout_independent_digest(bytes(11), "float32", Piece.whole("x", (3,)))
-    with pytest.raises(ValueError, match="'quint8' is no type"):
+    with pytest.raises(ValueError, match="'quint8' is not a dtype"):
         layout_independent_digest(bytes(3), "quint8", Piece.whole("x", (3,)))
 
 

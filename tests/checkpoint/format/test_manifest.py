@@ -65,7 +65,7 @@ def test_a_reference_is_never_moved_twice(manifest: CheckpointManifest) -> None:
 def test_a_tensor_of_two_shapes_cannot_be_written(manifest: CheckpointManifest) -> None:
     first = manifest.entries[0]
     other = replace(first, chunk=replace(first.chunk, dtype="int32"))
-    with pytest.raises(ValueError, match="two types or shapes"):
+    with pytest.raises(ValueError, match="two dtypes or shapes"):
         encode_manifest(replace(manifest, entries=(first, other)))
 
 
@@ -90,5 +90,5 @@ def test_file_names() -> None:
 @pytest.mark.parametrize("body", [{}, [], 3, None, {"name": "x", "tensors": 3}, "text"])
 def test_sealed_nonsense_is_refused(body: object) -> None:
     for kind, decode in (("manifest", decode_manifest), ("part", decode_part), ("latest", decode_latest)):
-        with pytest.raises(CheckpointError, match="here is damaged: its parts do not fit together"):
+        with pytest.raises(CheckpointError, match="here is damaged: its parts are inconsistent"):
             decode(seal(kind, body), "here")

@@ -101,7 +101,7 @@ LIES = {
     "a short digest": entry_with(referring, field(blake3="ab")),
     "a start outside": entry_with(referring, piece(start=(10**9, 0))),
     "a size below none": entry_with(referring, piece(size=(-7, -6))),
-    "another number of dims": entry_with(referring, piece(size=(7, 6, 1))),
+    "a different number of dims": entry_with(referring, piece(size=(7, 6, 1))),
     "a range outside": entry_with(referring, piece(flat=(10**6, 10**6 + 24))),
     "a range backwards": entry_with(referring, piece(flat=(5, 3))),
     "bytes claimed twice": lambda manifest: replace(
@@ -140,14 +140,14 @@ def test_two_tensors_under_one_name_are_refused(manifest: CheckpointManifest) ->
     first = body.entries[0]
     shape = (*first.chunk.piece.shape, 1)
     forged = piece(shape=shape, start=(0,) * len(shape), size=(*first.chunk.piece.size, 1))(first)
-    with pytest.raises(ValueError, match="two types or shapes"):
+    with pytest.raises(ValueError, match="two dtypes or shapes"):
         manifest_validation._check_tensors(replace(body, entries=(forged, *body.entries[1:])))
 
 
 def test_a_document_that_is_absurdly_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     making.write(tmp_path, 40, a_state())
     monkeypatch.setattr(manifest_validation, "DOCUMENT_BYTES", 100)
-    with pytest.raises(CheckpointError, match=r"no document has .* bytes"):
+    with pytest.raises(CheckpointError, match=r"a document cannot have .* bytes"):
         read_manifest(LocalStorage(tmp_path), "step-00000040")
 
 

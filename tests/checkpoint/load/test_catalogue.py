@@ -53,7 +53,7 @@ def test_a_later_part_of_the_run_is_newer_than_a_later_step(root: Path) -> None:
         (None, "latest is missing"),
         (b"", "latest is damaged"),
         (b"step-00000040", "latest is damaged"),
-        (encode_latest(LatestPointer("step-00000080", "ab" * 32)), "names step-00000080, which is not there"),
+        (encode_latest(LatestPointer("step-00000080", "ab" * 32)), "names step-00000080, which does not exist"),
     ],
 )
 def test_a_lost_or_damaged_latest_costs_nothing(root: Path, data: bytes | None, words: str) -> None:
@@ -159,13 +159,13 @@ def test_strangers_are_left_alone_and_mentioned(root: Path) -> None:
     (root / "step-40").mkdir()
     catalogue = find_checkpoints(str(root))
     assert names(catalogue) == ["60", "40", "20"]
-    assert "notes.txt and 1 more are not of this program" in said(catalogue)
+    assert "notes.txt and 1 more are not written by closeranks" in said(catalogue)
     assert not any(odd.is_damage for odd in catalogue.problems)
 
 
 def test_a_place_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(CheckpointError, match="cannot be looked at"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         find_checkpoints(str(tmp_path / "loop"))
 
 
@@ -178,6 +178,6 @@ def test_a_place_that_cannot_be_seen_does_not_hide_another(
     away.symlink_to(away)
     catalogue = find_checkpoints(str(root), [str(away)])
     assert names(catalogue) == ["60", "40", "20"]
-    assert "cannot be looked at" in said(catalogue)
-    with pytest.raises(CheckpointError, match="cannot be looked at"):
+    assert "cannot be read" in said(catalogue)
+    with pytest.raises(CheckpointError, match="cannot be read"):
         find_checkpoints(str(elsewhere / "empty"), [str(away)])

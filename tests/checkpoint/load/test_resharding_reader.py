@@ -225,7 +225,7 @@ def test_what_is_not_there_and_what_does_not_fit(tmp_path: Path) -> None:
         reader.read("model", "nonesuch", Piece.whole("nonesuch", (1,)))
     with pytest.raises(CheckpointError, match=r"has shape \(9, 1\) here and \(9,\) in"):
         reader.read("model", "mask", Piece.whole("mask", (9, 1)))
-    with pytest.raises(CheckpointError, match=r"no finished checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not a finished checkpoint: it has no manifest\.json"):
         opened(tmp_path, "step-00000041")
 
 
@@ -260,9 +260,9 @@ def test_the_newest_sound_one_is_opened_with_a_word_about_the_rest(
     assert open_newest(str(tmp_path)).manifest.step == 40
     data_file(root).unlink()
     assert open_newest(str(tmp_path)).manifest.step == 20
-    assert "step-00000040 was passed over" in caplog.text
+    assert "step-00000040 was skipped" in caplog.text
     (root / "step-00000020" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint at .*is missing.*not of this program"):
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint at .*is missing.*not written by closeranks"):
         open_newest(str(tmp_path))
 
 

@@ -64,20 +64,20 @@ def test_any_cut_is_whole_and_no_piece_may_miss_or_come_twice(data: st.DataObjec
     assert verdict(pieces) == ""
     gone = data.draw(st.integers(0, len(pieces) - 1))
     if len(pieces) > 1:
-        assert "is not all there" in verdict(pieces[:gone] + pieces[gone + 1 :])
+        assert "is incomplete" in verdict(pieces[:gone] + pieces[gone + 1 :])
         swapped = pieces[:gone] + pieces[gone + 1 :] + [pieces[gone - 1]]
-        assert "is not all there" in verdict(swapped)
+        assert "is incomplete" in verdict(swapped)
     assert "saved more than once" in verdict([*pieces, pieces[gone]])
 
 
 def test_types_shapes_and_sizes_must_agree() -> None:
     top, bottom = WHOLE.shard(0, 0, 2), WHOLE.shard(0, 1, 2)
     assert coverage_problem([part(0, [entry(top)]), part(1, [entry(bottom, "bfloat16")])]) == (
-        "model/w was saved in two types or shapes"
+        "model/w was saved with two dtypes or shapes"
     )
     other = Piece.whole("w", (3, 10)).shard(0, 0, 1)
-    assert "two types or shapes" in coverage_problem([part(0, [entry(top), entry(other)])])
-    assert "sizes do not fit" in coverage_problem([part(0, [entry(top), entry(bottom, num_bytes=7)])])
+    assert "two dtypes or shapes" in coverage_problem([part(0, [entry(top), entry(other)])])
+    assert "sizes do not match" in coverage_problem([part(0, [entry(top), entry(bottom, num_bytes=7)])])
 
 
 def test_empty_tensors_and_scalars_are_tensors() -> None:
@@ -126,7 +126,7 @@ def test_parts_of_another_save_are_not_waited_with(monkeypatch: pytest.MonkeyPat
 def test_waiting_ends_with_its_time_or_when_it_is_told() -> None:
     storage = MemoryStorage()
     first, _ = whole_parts(storage)
-    with pytest.raises(SaveError, match=r"no word from rank 1 in 0\.02 s, so step-00000001 stays unfinished"):
+    with pytest.raises(SaveError, match=r"no report from rank 1 in 0\.02 s, so step-00000001 stays unfinished"):
         gather_parts(storage, order(), first, 0.02, lambda: None)
 
     def give_up() -> None:
@@ -156,7 +156,7 @@ def test_committing_again_changes_nothing_and_another_save_is_refused() -> None:
     before = dict(storage.files)
     assert commit(storage, order(), parts) == made
     assert storage.files == before
-    with pytest.raises(SaveError, match="is a checkpoint already, of another save"):
+    with pytest.raises(SaveError, match="is already a checkpoint, from another save"):
         commit(storage, replace(order(), save="token-9"), parts)
     assert storage.files == before
 
@@ -187,7 +187,7 @@ def test_bytes_that_are_not_there_are_not_committed(tmp_path: Path) -> None:
     storage = MemoryStorage()
     parts = whole_parts(storage)
     storage.files["step-00000001/data-00001-of-00002.safetensors"] = b"x" * 99
-    with pytest.raises(SaveError, match="has not the size that rank 1 wrote"):
+    with pytest.raises(SaveError, match="differs in size from what rank 1 wrote"):
         commit(storage, order(), parts)
     storage = MemoryStorage()
     first, second = whole_parts(storage)
@@ -195,7 +195,7 @@ def test_bytes_that_are_not_there_are_not_committed(tmp_path: Path) -> None:
     for there in (None, b"x" * 100):
         if there is not None:
             storage.files["step-00000000/data-00001-of-00002.safetensors"] = there
-        with pytest.raises(SaveError, match="which rank 1 refers to, is gone or cut short"):
+        with pytest.raises(SaveError, match="which rank 1 refers to, is missing or truncated"):
             commit(storage, order(), [first, replace(second, entries=(lost,))])
     assert f"step-00000001/{MANIFEST}" not in storage.files
     storage.files["step-00000000/data-00001-of-00002.safetensors"] = b"x" * 110

@@ -147,7 +147,7 @@ def test_a_file_that_does_not_come_back_whole_never_counts(tmp_path: Path, monke
     )
     reports = save(order(1), settings(near, remote=str(far)))
     assert kinds(reports) == ["written", "failed", "released"]
-    assert "came back from the medium with other bytes" in reports[1].what
+    assert "was read back from storage with different bytes" in reports[1].what
     assert saving.files(near) == []
     assert_loads(far, 1)  # the buffer was kept for it
     assert kinds(save(order(2), settings(near, read_back=False)))[-1] == "committed"
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_counts_is_never_written_to(tmp_path: Path) -> None:
     made, buffer = order(1, values=saving.state(5))
     reports = save((replace(made, save="other-1"), buffer), settings(tmp_path))
     assert kinds(reports) == ["failed", "released"]
-    assert "step-00000001 is a checkpoint already" in reports[0].what
+    assert "step-00000001 is already a checkpoint" in reports[0].what
     assert before == {name: (tmp_path / name).read_bytes() for name in saving.files(tmp_path)}
 
 
@@ -174,7 +174,7 @@ def test_a_superseded_save_is_given_up(tmp_path: Path) -> None:
 
     save_tiers.save_to_all_tiers(made, saving.source(made, buffer), settings(tmp_path), reports.append, is_superseded)
     assert kinds(reports) == ["written", "released", "failed"]
-    assert "a later save was ordered" in reports[-1].what
+    assert "a later save was requested" in reports[-1].what
     assert kinds(save(order(2), settings(tmp_path)))[-1] == "committed"
     assert not (tmp_path / "step-00000001").exists()
 

@@ -123,7 +123,7 @@ def test_a_newer_order_supersedes_one_that_waits(tmp_path: Path) -> None:
         ("released", 2),
         ("committed", 2),
     ]
-    assert "a later save was ordered" in reports[0].what
+    assert "a later save was requested" in reports[0].what
     assert_loads(tmp_path, 2)
 
 
@@ -165,7 +165,7 @@ def test_a_writer_that_is_stuck_is_given_up(tmp_path: Path) -> None:
         usual_s, one._patience_s = one._patience_s, 1.0
         reports = send(one, 2)
         assert kinds(reports) == ["failed", "released"]
-        assert "no sign of life for 1 s" in reports[0].what
+        assert "no heartbeat for 1 s" in reports[0].what
         one._patience_s = usual_s
         assert kinds(send(one, 3)) == ["written", "released", "committed"]
 
@@ -200,7 +200,7 @@ def test_waiting_for_other_ranks_is_a_sign_of_life(tmp_path: Path) -> None:
         send(one, 1)  # it has started: only the wait itself is held to less than the time it takes
         one._patience_s = 1.2
         reports = send(one, 2, 0, 2)
-    assert "no word from rank 1 in 2 s" in reports[-1].what
+    assert "no report from rank 1 in 2 s" in reports[-1].what
 
 
 def test_signals_for_the_whole_job_do_not_end_a_save(tmp_path: Path) -> None:

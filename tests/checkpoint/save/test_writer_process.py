@@ -100,7 +100,7 @@ def test_an_upload_keeps_no_local_save_waiting_and_its_files_from_being_collecte
         ("written", 5),
         ("committed", 5),
     ]
-    assert "a later one goes there instead" in next(report.what for report in heard if report.kind == "failed")
+    assert "a later save replaced it" in next(report.what for report in heard if report.kind == "failed")
     for step in (1, 5):
         saving.assert_loads(far, step)
     trainer.send(6)
@@ -124,7 +124,7 @@ def test_an_upload_that_is_skipped_keeps_no_other_rank_waiting(tmp_path: Path, f
     trainer.close()
     reports = saving.save(order(2, 0, 2, to_remote=True), where)
     failed = next(report for report in reports if (report.kind, report.tier) == ("failed", "remote"))
-    assert "rank 1 could not save: a later one goes there instead" in failed.what
+    assert "rank 1 could not save: a later save replaced it" in failed.what
 
 
 def test_starting_takes_a_fraction_of_a_second_and_no_torch() -> None:

@@ -57,10 +57,10 @@ def test_a_url_is_a_place_of_ours() -> None:
 def test_what_is_not_there_or_not_known_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is nothing at"):
         open_weights(str(tmp_path / "gone"))
-    with pytest.raises(CheckpointError, match="holds no weights that this program knows"):
+    with pytest.raises(CheckpointError, match="holds no weights in a supported format"):
         open_weights(str(tmp_path))
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="holds no weights that this program knows"):
+    with pytest.raises(CheckpointError, match="holds no weights in a supported format"):
         open_weights(str(tmp_path / "notes.txt"))
 
 

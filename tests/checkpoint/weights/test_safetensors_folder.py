@@ -87,14 +87,14 @@ def spoilt(folder: Path, **changes: Any) -> Path:
     ("row", "said"),
     [
         ({"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 64]}, "bytes that its shape needs"),
-        ({"dtype": "F32", "shape": [8, 2], "data_offsets": [0, 64]}, "and its header speaks of"),
+        ({"dtype": "F32", "shape": [8, 2], "data_offsets": [0, 64]}, "but its header describes"),
         ({"dtype": "F32", "shape": [4, 1], "data_offsets": [16, 32]}, "overlap or leave holes"),
-        ({"dtype": "F32", "shape": [-4, -2], "data_offsets": [0, 32]}, "no possible place"),
-        ({"dtype": "F32", "shape": [4, 2], "data_offsets": [-32, 0]}, "no possible place"),
-        ({"dtype": "F32", "shape": [2.0, 4], "data_offsets": [0, 32]}, "no possible place"),
+        ({"dtype": "F32", "shape": [-4, -2], "data_offsets": [0, 32]}, "impossible offsets"),
+        ({"dtype": "F32", "shape": [4, 2], "data_offsets": [-32, 0]}, "impossible offsets"),
+        ({"dtype": "F32", "shape": [2.0, 4], "data_offsets": [0, 32]}, "impossible offsets"),
         ({"dtype": "F4", "shape": [4, 2], "data_offsets": [0, 32]}, "'x' .* is stored as 'F4'"),
-        ({"dtype": "F32", "shape": [4, 2]}, "its header is none"),
-        ([], "its header is none"),
+        ({"dtype": "F32", "shape": [4, 2]}, "its header is not that"),
+        ([], "its header is not that"),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path: Path, row: object, said: str) -> None:
@@ -138,7 +138,7 @@ def with_index(folder: Path, table: object) -> Path:
     "name", ["../part.safetensors", "/etc/passwd", "sub/part.safetensors", "..", "", "a\0b", "..\\x", 7, None]
 )
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: object) -> None:
-    with pytest.raises(CheckpointError, match="none of its folder's"):
+    with pytest.raises(CheckpointError, match="not in its folder"):
         open_safetensors(with_index(tmp_path, {"weight_map": {"x": name}}))
 
 
@@ -149,7 +149,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: 
         ({"weight_map": {"x": "part.safetensors", "y": "part.safetensors"}}, "looks for 'y' in part.safetensors"),
         ({"weight_map": {}}, "no weight_map"),
         ({}, "no weight_map"),
-        ([1], "holds no JSON object"),
+        ([1], "is not a JSON object"),
     ],
 )
 def test_an_index_that_does_not_fit_the_files_is_refused(tmp_path: Path, table: object, said: str) -> None:

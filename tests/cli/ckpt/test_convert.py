@@ -24,7 +24,7 @@ def test_it_writes_and_says_what(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/.metadata").is_file()
     said = ckpt("convert", tmp_path / "out", tmp_path / "back", "--to", "closeranks")
     assert said.code == 0
-    assert "checkpoint of weights alone, 2 tensors" in said.out
+    assert "checkpoint with weights only, 2 tensors" in said.out
     assert (tmp_path / "back/latest").is_file()
 
 

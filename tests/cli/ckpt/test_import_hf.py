@@ -48,7 +48,7 @@ def test_it_makes_a_run_folder_and_says_what_is_next(hf: Path, tmp_path: Path) -
         ("another shape", "has shape"),
         ("cut short", "is damaged"),
         ("index alone", "is incomplete"),
-        ("hostile index", "none of its folder's"),
+        ("hostile index", "not in its folder"),
     ],
 )
 def test_a_bad_folder_is_one_sentence_and_exit_2(hf: Path, tmp_path: Path, harm: str, said: str) -> None:
@@ -86,5 +86,5 @@ def test_what_is_there_is_not_overwritten(hf: Path, tmp_path: Path) -> None:
     before = (tmp_path / "run" / "job.toml").stat().st_mtime_ns
     answer = ckpt("import-hf", hf, tmp_path / "run")
     assert (answer.code, answer.out) == (2, "")
-    assert "is there already, and is not overwritten" in answer.err
+    assert "already exists and is not overwritten" in answer.err
     assert (tmp_path / "run" / "job.toml").stat().st_mtime_ns == before

@@ -42,7 +42,7 @@ def test_a_row_for_each_with_its_state(run: Path) -> None:
     assert " full " in base
     assert " 1.25 " in base
     assert " data=2 " in base
-    assert "notes.txt is not of this program" in said.out
+    assert "notes.txt is not written by closeranks" in said.out
     assert "step-00000060: " in said.out
 
 
@@ -67,7 +67,7 @@ def test_nothing_there_is_bad_input(tmp_path: Path) -> None:
         (tmp_path / "nonesuch", "there is nothing at"),
         (tmp_path / "empty", "there are no checkpoints at"),
         (tmp_path / "run", "has no checkpoints (checkpoint.save was off"),
-        ("", "the name of the place is empty"),
+        ("", "the path is empty"),
     ):
         said = ckpt("ls", place)
         assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)

@@ -32,7 +32,7 @@ def test_it_prints_everything_a_person_decides_by() -> None:
     for part in (
         "24 h of work on preemptible machines, a failure every 3 h: save every 70 s; 1.5% of the time is lost.",
         "local disk", "store", "redo per failure", "never", "every 15 min, blocking", "every step", "recommended",
-        "Many such jobs on one store", "in step: after", "23 to 24 h", "a month at $0.023 per GB",
+        "Many such jobs on one store", "at once: after", "23 to 24 h", "a month at $0.023 per GB",
     ):  # fmt: skip
         assert part in text, part
     rows = [line.split()[0] for line in text.partition("Many such jobs")[2].splitlines()[2:6]]
@@ -122,12 +122,12 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--mtbf", "often"], "--mtbf: 'often' is no span of time. Write it like 90s, 10min or 3h."),
-        (["--length", "0h"], "--length: '0h' is no span of time"),
-        (["--state", "much"], "--state: 'much' is no number of bytes. Write it like 14GB"),
-        (["--state", "0GB"], "--state: '0GB' is nothing at all"),
-        (["--bandwidth", "0B/s"], "--bandwidth: '0B/s' is nothing at all"),
-        (["--remote-bandwidth", "-1GB"], "--remote-bandwidth: '-1GB' is no number of bytes"),
+        (["--mtbf", "often"], "--mtbf: 'often' is not a duration. Write it like 90s, 10min or 3h."),
+        (["--length", "0h"], "--length: '0h' is not a duration"),
+        (["--state", "much"], "--state: 'much' is not a number of bytes. Write it like 14GB"),
+        (["--state", "0GB"], "--state: '0GB' must be above 0"),
+        (["--bandwidth", "0B/s"], "--bandwidth: '0B/s' must be above 0"),
+        (["--remote-bandwidth", "-1GB"], "--remote-bandwidth: '-1GB' is not a number of bytes"),
         (["--run", "nowhere"], "nowhere is not a run folder"),
         (["--picture", "nowhere/a.png"], "there is no folder nowhere"),
         (["--picture", "a.pdf"], "a.pdf does not end in .png"),
@@ -158,5 +158,5 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert 'every = "auto"' in done.out
     done = closeranks("ckpt", "policy", "--mtbf", "never", cwd=tmp_path)
     assert done.code == 2
-    assert done.err.startswith("closeranks: --mtbf: 'never' is no span of time")
+    assert done.err.startswith("closeranks: --mtbf: 'never' is not a duration")
     assert "Traceback" not in done.err

@@ -50,7 +50,7 @@ def test_it_says_what_goes_and_what_that_frees_and_does_it(pruning: Prune) -> No
     assert pruning.names() == [folder_name(step) for step in (2, 5, 6)]
     rows = {line.split()[0]: line for line in said.out.splitlines() if line.startswith("step-")}
     assert sorted(rows) == [folder_name(step) for step in (0, 1, 3, 4)]
-    assert "of no use to any checkpoint" in rows[folder_name(0)]
+    assert "not used by any checkpoint" in rows[folder_name(0)]
     assert "others still need files of it" in rows[folder_name(1)]
     for step in (2, 5, 6):
         saving.assert_loads(pruning.root, step)

@@ -71,7 +71,7 @@ def test_what_puts_nothing_in_doubt_is_a_note(run: Path) -> None:
     said = ckpt("verify", run)
     assert said.code == 0
     assert "note     step-00000060: manifest.json: it has no manifest.json" in said.out
-    assert "note     step-00000040: notes.txt: no part of this checkpoint" in said.out
+    assert "note     step-00000040: notes.txt: not part of this checkpoint" in said.out
 
 
 def test_a_damaged_latest_is_damage(run: Path) -> None:

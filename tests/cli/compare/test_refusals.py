@@ -28,7 +28,7 @@ from tests.cli.compare.jobs import HEAD, TWO, write
         (HEAD + TWO.replace("layout.zero", "layout.zeero"), (), "1 problem in setting 'zero 1':\n  layout.zeero: "),
         (HEAD + TWO.replace("zero = 1", "zero = 9"), (), "1 problem in setting 'zero 1':\n  layout.zero"),
         (HEAD + TWO, ("workers=3", 'set=["layout.data=2"]'), "the layout takes 2 workers, but 3 were asked for"),
-        (HEAD + TWO, ('set=["run.seed=3"]',), "run.seed: a comparison sets this itself. The seeds of a comparison"),
+        (HEAD + TWO, ('set=["run.seed=3"]',), "run.seed: a comparison sets this itself. It has its own seeds"),
         (HEAD + TWO, ('set=["train.steps=3"]',), "train.steps: a comparison sets this itself. All settings have one"),
         (HEAD + TWO, ('set=["train={steps=5}"]',), "train.steps: a comparison sets this itself. All settings have one"),
         (HEAD + TWO, ("seeds=[]",), "there is no seed"),
@@ -37,7 +37,7 @@ from tests.cli.compare.jobs import HEAD, TWO, write
         (HEAD + TWO, ("targett=1",), "1 problem in compare.toml:\n  targett"),
         (HEAD + TWO, ("network.hosts=2", "workers=3"), "3 workers cannot be spread evenly over 2 hosts. Write 4."),
         (HEAD + TWO, ("network.delay_ms=5.0", "network.mbit=2000.0"), "with a delay, links of more than 500 Mbit/s"),
-        (HEAD + TWO, ("network.delay_ms=5.0",), "a delay needs a width. Set it, to 500 or less."),
+        (HEAD + TWO, ("network.delay_ms=5.0",), "a delay needs a bandwidth. Set it, to 500 or less."),
         (
             HEAD + TWO,
             ("network.hosts=2", 'set=["data.path=s3://bucket/text"]'),
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false")
     assert told.code == 2
-    assert "out cannot be written: Not a directory. Set folder, or make it yours." in told.err
+    assert "out cannot be written: Not a directory. Set folder to a writable one." in told.err
 
 
 def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_network_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "network.hosts=2")
     assert told.code == 2
-    assert "the hosts of [network] cannot be made: network namespaces need root. Leave [network] away" in told.err
+    assert "the hosts of [network] cannot be made: network namespaces need root. Remove [network]" in told.err
     assert not (tmp_path / "out").exists()
 
 

@@ -75,7 +75,7 @@ def test_what_was_killed_goes_on_by_the_same_command(tmp_path: Path) -> None:
     assert killed.returncode == -9
     said = data(*words[1:])
     assert said.code == 0
-    assert "going on: 2 of " in said.err
+    assert "resuming: 2 of " in said.err
     assert "2 of " in said.out
     data("build", tmp_path / "in", "--out", tmp_path / "whole", "--shard-size", "40kB")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -127,11 +127,11 @@ def place(tmp_path: Path) -> Path:
         (["numbers.jsonl", "--out", "out"], "its field 'text' holds a number, not text"),
         (["cut.jsonl.gz", "--out", "out"], "cut.jsonl.gz' is damaged"),
         (["bad.parquet", "--out", "out"], "bad.parquet"),
-        (["a.txt", "--out", "out", "--shard-size", "much"], "--shard-size much is no size"),
+        (["a.txt", "--out", "out", "--shard-size", "much"], "--shard-size much is not a size"),
         (["a.txt", "--out", "out", "--eos", "300"], "--eos 300 lies outside the vocabulary of 256"),
         (["a.txt", "--out", "out", "--format", "jsonll"], "there is no format 'jsonll'"),
-        (["a.txt", "--out", "s3://bucket/out"], "names no folder of this host"),
-        (["a.txt", "--out", " "], "names no folder of this host"),
+        (["a.txt", "--out", "s3://bucket/out"], "is not a folder on this host"),
+        (["a.txt", "--out", " "], "is not a folder on this host"),
         (["void.txt", "--out", "out", "--kind", "records", "--split", "line"], "the inputs hold no documents"),
         (["a.txt", "--out", "out", "--kind", "pictures"], "pictures"),
     ],
@@ -158,8 +158,8 @@ def test_a_full_disk_is_told_and_the_build_goes_on_when_there_is_room(tmp_path: 
 
     done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert "no room is left" in done.stderr
-    assert "goes on from the shards that are finished" in done.stderr
+    assert "no space is left" in done.stderr
+    assert "continues from the finished shards" in done.stderr
     assert data("build", tmp_path / "in.txt", "--out", tmp_path / "again").code == 0
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_named_with_its_file_and_samples(made: Path, tmp_path: 
     said = data("verify", out)
     assert said.code == 1
     assert f"DAMAGED  '{victim}', byte " in said.out
-    assert "are hit" in said.out
+    assert "are affected" in said.out
     told = json.loads(data("verify", out, "--json").out)
     assert not told["is_sound"]
     assert told["findings"][0]["first"] < told["findings"][0]["last"]
@@ -96,8 +96,8 @@ def test_images_that_are_none_are_named(made: Path, tmp_path: Path) -> None:
     said = data("verify", tmp_path)
     assert said.code == 1
     assert f"DAMAGED  '{tmp_path}/a.png', byte 0: field 'image' is empty (record 0)" in said.out
-    assert "b.png', byte 0: field 'image' is no sound image: " in said.out
-    assert "c.png', byte 0: field 'image' is no image that can be read (record 2)" in said.out
+    assert "b.png', byte 0: field 'image' is a damaged image: " in said.out
+    assert "c.png', byte 0: field 'image' is not a readable image (record 2)" in said.out
     assert "3 damaged" in said.out
     assert "BytesIO" not in said.out
 

@@ -80,7 +80,7 @@ def test_what_windows_editors_add_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_device_is_no_job_file() -> None:
-    assert message(Path("/dev/zero")) == "zero: /dev/zero is no file but a device. Name a text file of TOML."
+    assert message(Path("/dev/zero")) == "zero: /dev/zero is a device, not a file. Name a text file of TOML."
 
 
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_is_named_and_the_build_goes_on_when_asked(
             os.kill(struck[0], signal.SIGKILL)
 
     request = BuildRequest(inputs, tmp_path / "out", shard_bytes=SHARD, num_processes=2)
-    with pytest.raises(RunFailed, match=r"process \d+ was killed by SIGKILL .* give the same command again"):
+    with pytest.raises(RunFailed, match=r"process \d+ was killed by SIGKILL .* run the same command again"):
         build_shards(request, BuildReporter(on_bytes=strike))
     assert not (tmp_path / "out" / "dataset.json").exists()
     again(inputs, tmp_path / "out")
@@ -162,7 +162,7 @@ def test_ctrl_c_says_how_to_go_on(inputs: tuple[str, ...], undisturbed: dict[str
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "parts are built. The same command goes on from there." in said
+    assert "parts are built. Run the same command again to continue." in said
     assert "Traceback" not in said
     again(inputs, tmp_path / "out")
     assert contents(tmp_path / "out") == undisturbed
@@ -199,7 +199,7 @@ def test_ctrl_c_before_anything_is_built_is_one_line(
     monkeypatch.setattr(build, "blueprint_of", interrupted)
     said = data("build", *inputs, "--out", tmp_path / "out")
     assert (said.code, said.out) == (130, "")
-    assert said.err == "closeranks: interrupted before anything was built. Give the same command again.\n"
+    assert said.err == "closeranks: interrupted before anything was built. Run the same command again.\n"
     monkeypatch.setattr(build, "_looked_at", interrupted)
     said = data("build", *inputs, "--out", tmp_path / "out")
     assert (said.code, said.err) == (130, "closeranks: interrupted\n")

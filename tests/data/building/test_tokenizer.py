@@ -71,7 +71,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tokenizer_file: Path
     [
         ("missing.json", "auto", "there is no tokenizer file"),
         ("bytes", "256", "outside the vocabulary of 256"),
-        ("bytes", "end", "is no token id"),
+        ("bytes", "end", "is not a token id"),
     ],
 )
 def test_what_cannot_be_is_said(tokenizer: str, eos: str, words: str) -> None:

@@ -232,13 +232,13 @@ def test_one_who_makes_no_progress_is_not_waited_for_for_ever(tmp_path: Path, fa
     stuck.release()
     stuck = try_exclusive(tmp_path / ".lock", create=True)
     assert stuck is not None
-    with pytest.raises(DataError, match=r"the lock on \S+/\.lock in the cache did not come free"):
+    with pytest.raises(DataError, match=r"the lock on \S+/\.lock in the cache was not released"):
         far.read(FileCache(tmp_path, 10**6, SOON), "a")
     stuck.release()
     assert far.read(FileCache(tmp_path, 10**6, SOON), "a") == far.data["a"]
     stuck = try_exclusive(FileCache(tmp_path, 10**6).path_of(far.item("a")))
     assert stuck is not None
-    with pytest.raises(DataError, match=r"the lock on \S+-a in the cache did not come free"):
+    with pytest.raises(DataError, match=r"the lock on \S+-a in the cache was not released"):
         far.read(FileCache(tmp_path, 10**6, SOON), "a")
     stuck.release()
 

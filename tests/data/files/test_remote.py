@@ -142,7 +142,7 @@ def test_what_is_missing_or_refused_is_one_sentence(
     opened(moto.endpoint, prefix).remove("set/03.bin")
     with pytest.raises(DataError, match=r"set/03\.bin failed: there is no such file, object"):
         read(files, "set/03.bin")
-    with pytest.raises(SetupError, match="nobody knows the protocol"):
+    with pytest.raises(SetupError, match="unknown protocol"):
         open_files("s4://bucket/set")
     assert list((tmp_path / "cache").glob("part-*")) == []
 

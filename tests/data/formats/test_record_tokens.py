@@ -124,13 +124,13 @@ def test_the_field_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"other": 1}, "field 'ids' is not there, only other"),
+        ({"other": 1}, "field 'ids' is missing; found other"),
         (3.5, "is of type float, neither text nor a list of ids"),
-        ([1.5], r"is float64\[1\] and no plain list of ids"),
-        ([[1, 2]], r"is int64\[1, 2\] and no plain list of ids"),
-        ([[1], [2, 3]], "is no plain list of ids"),
+        ([1.5], r"is float64\[1\] and not a flat list of ids"),
+        ([[1, 2]], r"is int64\[1, 2\] and not a flat list of ids"),
+        ([[1], [2, 3]], "is not a flat list of ids"),
         ([1, -2], "has the negative id -2"),
-        ([2**70], "no plain list of ids"),
+        ([2**70], "not a flat list of ids"),
         (None, "is of type NoneType"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_bad_record_stops_the_run_and_is_named_with_place_and_reason() -> None
         in_order(StoredSource(20, damaged=(13, 14)))
     assert str(caught.value) == (
         "sample 13 of stored is bad: 'shard-1', byte 13: the checksum does not match. "
-        "Mend or remove it, or set data.on_bad = 'skip' to train without such samples."
+        "Fix or remove it, or set data.on_bad = 'skip' to train without such samples."
     )
     assert not isinstance(caught.value, BadRecordError)
 
@@ -145,7 +145,7 @@ def test_a_sample_that_names_itself_is_named_once() -> None:
         in_order(MapSource(Torn(), "torn"))
     assert str(caught.value).startswith("sample 3 of torn is bad: it raised ZeroDivisionError")
     assert str(caught.value).count("sample 3 of torn") == 1
-    assert "Mend the dataset, or remove the sample from it, or set data.on_bad" in str(caught.value)
+    assert "Fix the dataset, or remove the sample from it, or set data.on_bad" in str(caught.value)
 
 
 @pytest.mark.parametrize("known", [{}, {2: BadSample(2, "", "known")}])
@@ -212,7 +212,7 @@ def test_a_micro_batch_without_a_good_sample_becomes_a_spare_of_those_that_follo
 
 
 def test_data_that_is_bad_from_end_to_end_stops_the_run() -> None:
-    with pytest.raises(DataError, match=r"samples 0, 1 of stored are bad, and so are all that follow.*checksum"):
+    with pytest.raises(DataError, match=r"samples 0, 1 of stored are bad, and so are very many after them.*checksum"):
         in_order(StoredSource(8, damaged=tuple(range(8))), micro=2, settings=SKIP)
 
 

@@ -135,10 +135,10 @@ def test_steps_are_taken_in_order_and_within_the_schedule(prefetch: int) -> None
     with pytest.raises(ValueError, match="not started"):
         loader.take(0)
     loader.start(0)
-    with pytest.raises(ValueError, match="stands before step 0"):
+    with pytest.raises(ValueError, match="is before step 0"):
         loader.take(1)
     assert loader.take(0)
-    with pytest.raises(ValueError, match="stands before step 1"):
+    with pytest.raises(ValueError, match="is before step 1"):
         loader.take(0)
     assert loader.take(1)
     with pytest.raises(ValueError, match="before step 2 of 2"):

@@ -49,7 +49,7 @@ def test_the_ceiling_is_the_last_number_allowed() -> None:
         quarantine.check(7)
     assert str(caught.value) == (
         "4 bad samples were skipped, more than data.max_bad = 2 (sample 1: torn ('a', byte 0); sample 2: NaN; "
-        "sample 5: NaN; and 1 more) (step 7). Mend the data, or raise data.max_bad to let the run lose more of it."
+        "sample 5: NaN; and 1 more) (step 7). Fix the data, or raise data.max_bad to let the run skip more of it."
     )
 
 

@@ -70,7 +70,7 @@ def test_a_schema_is_dtype_and_shape() -> None:
     assert rules.find_bad_rows({**good, "image": torch.zeros(2, 27, 5)}, 2) == dict.fromkeys(
         range(2), "'image' is float32[27,5], not uint8[28,?]"
     )
-    assert rules.find_bad_rows({**good, "label": [1, 2]}, 2) == dict.fromkeys(range(2), "'label' is no tensor")
+    assert rules.find_bad_rows({**good, "label": [1, 2]}, 2) == dict.fromkeys(range(2), "'label' is not a tensor")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_rule_for_what_no_sample_has_is_a_mistake_in_the_job(table: str, rule:
 
 
 def test_a_range_of_what_is_no_tensor() -> None:
-    assert checks(ranges={"x": (0, 1)}).find_bad_rows({"x": ["a"]}, 1) == {0: "'x' is no tensor"}
+    assert checks(ranges={"x": (0, 1)}).find_bad_rows({"x": ["a"]}, 1) == {0: "'x' is not a tensor"}
 
 
 def test_a_schema_knows_both_names_of_a_dtype() -> None:

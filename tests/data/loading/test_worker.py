@@ -294,7 +294,7 @@ def test_a_dataset_that_does_not_arrive_is_an_error_of_the_first_read(
     monkeypatch.setattr(sys.modules[__name__], "Elsewhere", Elsewhere, raising=False)
     with crew_of(plan_of(Elsewhere(20), workers=2), nursery) as crew, pytest.raises(UserError) as caught:
         crew.read(0)
-    assert "does not arrive in loader processes: AttributeError: Can't get attribute 'Elsewhere'" in str(caught.value)
+    assert "fails to unpickle in loader processes: AttributeError: Can't get attribute 'Elsewhere'" in str(caught.value)
 
 
 # Beyond one nursery

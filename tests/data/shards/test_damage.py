@@ -196,7 +196,7 @@ def test_only_samples_in_the_damaged_block_are_bad(tmp_path: Path) -> None:
     assert (finding.unit, finding.first, finding.last) == ("records", bad[0], bad[-1] + 1)
     assert bad == list(range(bad[0], bad[-1] + 1))
     assert (finding.offset, finding.num_bytes) == (block * 4096, 4096)
-    assert f"records {bad[0]} to {bad[-1]} are hit" in str(finding)
+    assert f"records {bad[0]} to {bad[-1]} are affected" in str(finding)
 
 
 def test_damaged_tokens_and_damaged_ends_of_documents(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_tokens_beyond_the_vocabulary_are_refused_and_found(tmp_path: Path) -> N
         ({"shards": [["a.crs", 1, 1, 1, 1, 1, "0" * 64]]}, "'a.crs' has 1 bytes of data"),
         ({"shards": [["a.crs", 1, 1, 2, 1, 1, "0" * 64]], "num_items": 1, "num_units": 1}, "contradict each other"),
         ({"shards": "many"}, "makes no sense"),
-        ({"vocab_size": -1}, "'-1' where a count should stand"),
+        ({"vocab_size": -1}, "'-1' where a count is expected"),
         ({"provenance": None}, "makes no sense"),
     ],
 )

@@ -124,7 +124,7 @@ def test_shards_of_another_build_are_not_continued(tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_tokens(other, documents(), dtype="uint32")
     (other / "shard-00000.crs").rename(tmp_path / "shard-00009.crs")
-    with pytest.raises(DataError, match="no one data set: tokens uint16 in blocks of 4096; tokens uint32"):
+    with pytest.raises(DataError, match="not form one data set: tokens uint16 in blocks of 4096; tokens uint32"):
         commit(tmp_path, ["shard-00000.crs", "shard-00009.crs"], DatasetInfo())
 
 
@@ -190,8 +190,8 @@ def test_a_full_disk_is_said_and_the_build_goes_on_when_there_is_room(
     with tmpfs(tmp_path / "disk", "4m") as place:
         full = build(place / "set", "tokens")
         assert full.returncode == 1
-        assert "no room is left to write" in full.stderr
-        assert "Make room, then run the same build again" in full.stderr
+        assert "no space is left to write" in full.stderr
+        assert "Free some space, then run the same build again" in full.stderr
         left = content(place / "set")
         assert left
         assert all(data == undisturbed["tokens"][name] for name, data in left.items()), "no .part takes up room"

@@ -219,5 +219,5 @@ def test_tokens_are_not_records_nor_an_unfinished_build(tmp_path: Path) -> None:
 def test_a_folder_of_other_things_is_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text('{"rows": 3}')
     assert not is_shards(opened(tmp_path))
-    with pytest.raises(DataError, match="damaged, or not of this program"):
+    with pytest.raises(DataError, match="damaged, or not written by closeranks"):
         ShardTokens(open_files(str(tmp_path)))

@@ -46,8 +46,8 @@ def test_numbers_and_arrays_are_stacked() -> None:
     ("field", "value", "said"),
     [
         (CollatedField(np.dtype(np.int64), ()), 0.5, r"is float64\[\], which does not fit into int64\[\]"),
-        (CollatedField(np.dtype(np.int64), ()), "three", r"is the text 'three', which is no tensor"),
-        (CollatedField(np.dtype(np.int64), ()), None, r"is nothing, which is no tensor"),
+        (CollatedField(np.dtype(np.int64), ()), "three", r"is the text 'three', which is not a tensor"),
+        (CollatedField(np.dtype(np.int64), ()), None, r"is nothing, which is not a tensor"),
         (CollatedField(np.dtype(np.float32), (2,)), [1, 2, 3], r"is int64\[3\] where the others are float32\[2\]"),
         (CollatedField(np.dtype(np.uint8), ()), 256, r"does not fit into uint8"),
         (CollatedField(np.dtype(np.int64), ()), np.uint64(2**63), r"does not fit into int64"),

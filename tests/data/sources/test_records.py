@@ -92,7 +92,7 @@ def test_images_of_different_sizes() -> None:
     ("odd", "said"),
     [
         ({"n": 0.5}, r"'n' is float64\[\], which does not fit into int64\[\]"),
-        ({"n": "four"}, r"'n' is the text 'four', which is no tensor"),
+        ({"n": "four"}, r"'n' is the text 'four', which is not a tensor"),
         ({"m": 4}, r"'n' is nothing"),
         ({"n": None}, r"'n' is nothing"),
     ],
@@ -106,7 +106,7 @@ def test_a_record_unlike_the_first_ones(odd: dict[str, Any], said: str) -> None:
 
 def test_a_field_that_is_not_there() -> None:
     source = source_of([*({"cls": b"1", "n": 2} for _ in range(9)), {"n": 2}])
-    with pytest.raises(BadRecordError, match=r"'part-4', row 1: field 'cls' is not there, only n"):
+    with pytest.raises(BadRecordError, match=r"'part-4', row 1: field 'cls' is missing; found n"):
         source.read(np.array([0, 9]))
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_record_names_its_place() -> None:
     source = source_of([*({"cls": b"1"} for _ in range(9)), {"cls": b"one"}], bad=(0, 3))
     with pytest.raises(BadRecordError, match=r"'part-1', row 1: the checksum does not match"):
         source.read(np.array([2, 3]))
-    with pytest.raises(BadRecordError, match=r"'part-4', row 1: field 'cls' is no number"):
+    with pytest.raises(BadRecordError, match=r"'part-4', row 1: field 'cls' is not a number"):
         source.read(np.array([8, 9]))
     assert source.read(np.array([1, 2]))["cls"].tolist() == [1, 1]
 
@@ -138,8 +138,8 @@ def test_a_damaged_record_names_its_place() -> None:
     ("rows", "fields", "said"),
     [
         ([{"a": "x", "b": None}], {}, r"no field of rows can be a tensor: a, b.*data.transform"),
-        ([{"a": "x", "b": 1}], {"y": "a"}, r"'y' of rows is the text 'x', which is no tensor.*data.fields"),
-        ([{"a": "x", "b": 1}], {"y": "label"}, r"can be used.*field 'label' is not there, only a, b.*data.fields"),
+        ([{"a": "x", "b": 1}], {"y": "a"}, r"'y' of rows is the text 'x', which is not a tensor.*data.fields"),
+        ([{"a": "x", "b": 1}], {"y": "label"}, r"can be used.*field 'label' is missing; found a, b.*data.fields"),
         ([{"a": 1, "model.pkl": b"x"}], {}, r"would have to be unpickled"),
     ],
 )

@@ -137,7 +137,7 @@ def test_stacking_is_counted_under_its_name() -> None:
 def test_empty_and_foreign_datasets() -> None:
     with pytest.raises(DataError, match="the dataset is empty"):
         MapSource([])
-    with pytest.raises(DataError, match="generator is no map-style dataset"):
+    with pytest.raises(DataError, match="generator is not a map-style dataset"):
         MapSource(value for value in (1, 2))
 
 

@@ -79,7 +79,7 @@ def test_bare_words_ask_a_campaign() -> None:
         ("kill(rank=1, step=3, step=4)", "step is given twice"),
         ("kill(rank=-1, step=3)", "rank=-1 is not a whole number from 0 on"),
         ("kill(rank=1, step=0)", "step=0 is not a whole number from 1 on"),
-        ("kill(rank=1, step=3, at=1.0)", "at=1.0 is not a place in a step"),
+        ("kill(rank=1, step=3, at=1.0)", "at=1.0 is not a share of a step"),
         ("slow(rank=1, step=3, share=7)", "share=7 is not a share of a processor"),
         ("slow(rank=1, step=3, share=nan)", "share=nan is not a share of a processor"),
         ("kill2(rank=1, other=1, step=3)", "the same worker"),

@@ -146,11 +146,11 @@ def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
     sound = [path for path in box if not inspect_slot(path).reason]
     newest = max(sound, key=lambda path: SealedSlot(path).about.step)
     assert [bool(changed(path)) for path in sound] == [path == newest for path in sound]
-    assert f"of the copy of step {SealedSlot(newest).about.step}" in injector.injections[0].note
+    assert f"of the snapshot of step {SealedSlot(newest).about.step}" in injector.injections[0].note
 
 
 def test_a_worker_without_boxes_cannot_be_struck_there() -> None:
     pid = os.getpid()
     with Injector([InjectedFault("torn", 1, 0)]) as injector:
         injector(Shown([Seen(0, pid)]))
-        assert "keeps no copies" in injector.injections[0].error
+        assert "keeps no snapshots" in injector.injections[0].error

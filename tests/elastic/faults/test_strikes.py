@@ -173,7 +173,7 @@ def test_the_kernel_kills_who_may_take_no_page_more(tmp_path: Path) -> None:
         shown = crew.shown()
         struck(injector, shown)
         assert crew.next_end() == (1, -signal.SIGKILL)
-        assert injector.injections[0].note == "killed by the kernel for want of memory"
+        assert injector.injections[0].note == "killed by the kernel's out-of-memory killer"
         assert _num_oom_kills() > kills
         until(lambda: injector(shown) is None)
         assert is_alive(crew.pids[0])
@@ -190,7 +190,7 @@ def test_who_dies_between_two_looks_of_one_turn_was_struck(tmp_path: Path, monke
     monkeypatch.setattr(TargetProcess, "is_dead", property(once_it_is_dead))
     with tree(1, "grow", tmp_path) as crew, Injector([InjectedFault("oom", 1, 0)]) as injector:
         injector(crew.shown())
-        assert [strike.note for strike in injector.injections] == ["killed by the kernel for want of memory"]
+        assert [strike.note for strike in injector.injections] == ["killed by the kernel's out-of-memory killer"]
 
 
 def _num_oom_kills() -> int:

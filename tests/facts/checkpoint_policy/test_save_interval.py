@@ -144,7 +144,7 @@ def test_literals_say_the_span(seconds: float) -> None:
 def test_spans_in_words() -> None:
     spans = (0.05, 9.3, 54, 60, 90, 150, 900, 28440, 28800, 3.6e6, math.inf)
     assert [*map(format_duration, spans)] == [
-        "0.05 s", "9.3 s", "54 s", "1 min", "90 s", "2.5 min", "15 min", "7.9 h", "8 h", "42 days", "for ever",
+        "0.05 s", "9.3 s", "54 s", "1 min", "90 s", "2.5 min", "15 min", "7.9 h", "8 h", "42 days", "forever",
     ]  # fmt: skip
     assert [*map(duration_literal, (54, 90, 900, 10800, 678, 0.05))] == ["54s", "90s", "15min", "3h", "678s", "0.05s"]
 

@@ -229,7 +229,7 @@ def test_nothing_is_cheaper_than_the_cheapest(topology: Topology, n: int, operat
 
 
 def test_where_there_is_one_way_it_says_so() -> None:
-    assert fastest_algorithm(8, NetworkModel.flat(2, NVLINK), among=("ring",)).why == "ring: there is no other way here"
+    assert fastest_algorithm(8, NetworkModel.flat(2, NVLINK), among=("ring",)).why == "ring: the only option here"
 
 
 # --- buckets

@@ -137,10 +137,10 @@ def test_zero_2_holds_no_more_gradients_than_travel_at_once() -> None:
     )
     (share,) = shares(Layout(2, zero=2), terms)
     once = rank_memory(share, Layout(2, zero=2), terms)
-    assert buffers(once)["gradients on their way"] == (100 + 20 + 20) * WIDTH
+    assert buffers(once)["gradients in flight"] == (100 + 20 + 20) * WIDTH
     assert buffers(once)["slices arriving"] == (100 + 20) * WIDTH // 2
     again = rank_memory(share, Layout(2, zero=2), replace(terms, num_micro=2))
-    assert buffers(again)["gradients on their way"] == (40 + 100 + 20) * WIDTH
+    assert buffers(again)["gradients in flight"] == (40 + 100 + 20) * WIDTH
     assert buffers(again)["slices arriving"] == (40 + 100) * WIDTH // 2
     assert once.gradients == again.gradients == sum(sizes) * WIDTH // 2
 

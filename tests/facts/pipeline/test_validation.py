@@ -98,8 +98,8 @@ def test_a_repeated_instruction_is_seen(name: str, num_ranks: int, num_micro: in
         (["0F0 0I0 0W0", "1F0 1B0"], None),
         (["0F0 0B0", "1B0 1F0"], "rank 1 has 1B0 before 1F0, which it needs"),
         (["0F0 0W0 0I0", "1F0 1B0"], "rank 0 has 0W0 before 0I0, which it needs"),
-        (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], "ranks wait for each other: rank 0 stands at 0B0 and needs 1I0, "
-         "rank 1 stands at 1F1 and needs 0F1"),
+        (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], "ranks wait for each other: rank 0 is at 0B0 and needs 1I0, "
+         "rank 1 is at 1F1 and needs 0F1"),
         (["0F0 0B0", "1F0"], "rank 1 lacks 1B0"),
         (["0F0 0I0", "1F0 1B0"], "rank 0 lacks 0W0"),
         (["0F0 0B0 0W0", "1F0 1B0"], "rank 0 has 0W0, but 0B0 is the whole backward already"),
@@ -134,8 +134,8 @@ def test_a_stage_or_micro_batch_that_is_not_there() -> None:
         # Each sends before it receives: it runs where a send returns at once, and locks up where it waits.
         (["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
           "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
-         "ranks wait for each other: rank 0 stands at 0SEND_F1 and needs 1RECV_F1, "
-         "rank 1 stands at 1SEND_B0 and needs 0RECV_B0"),
+         "ranks wait for each other: rank 0 is at 0SEND_F1 and needs 1RECV_F1, "
+         "rank 1 is at 1SEND_B0 and needs 0RECV_B0"),
     ],
 )  # fmt: skip
 def test_the_first_thing_wrong_with_a_program_by_hand(rows: list[str], said: str | None) -> None:

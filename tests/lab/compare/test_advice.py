@@ -58,16 +58,16 @@ def test_who_gains_as_much_is_named() -> None:
 
 def test_one_seed_has_no_spread() -> None:
     said = advise(compared(runs("plain", 100.0), runs("top-k", 40.0, finals=(2.5,))))
-    assert said.endswith("at a final loss 0.600 higher than plain; one run each: no spread is known.")
+    assert said.endswith("at a final loss 0.600 higher than plain; one run each: spread unknown.")
     same = advise(compared(runs("plain", 100.0), runs("top-k", 40.0)))
-    assert same.endswith("with the same final loss as plain; one run each: no spread is known.")
+    assert same.endswith("with the same final loss as plain; one run each: spread unknown.")
     stays = advise(compared(runs("plain", 100.0), runs("top-k", 99.0)))
-    assert stays.endswith("and that is no clear difference (1.01x); one run each: no spread is known.")
+    assert stays.endswith("and that is no clear difference (1.01x); one run each: spread unknown.")
     broken = runs("broken", None, state=FAILED, reason="no disk")
-    assert advise(compared(runs("plain", 100.0), broken)).endswith("one run each: no spread is known; broken failed.")
+    assert advise(compared(runs("plain", 100.0), broken)).endswith("one run each: spread unknown; broken failed.")
     for target, budget in ((None, None), (None, ComparisonBudget(seconds=60.0))):
         said = advise(compared(runs("plain", None), runs("other", None), target=target, budget=budget))
-        assert said.endswith("; one run each: no spread is known.")
+        assert said.endswith("; one run each: spread unknown.")
 
 
 def test_a_difference_within_the_spread_changes_nothing() -> None:
@@ -107,7 +107,7 @@ def test_nobody_gets_there() -> None:
 
 
 def test_what_diverged_or_failed_is_never_recommended_and_named() -> None:
-    wild = runs("wild", 1.0, 1.0, state=DIVERGED, reason="its loss is not finite since step 4")
+    wild = runs("wild", 1.0, 1.0, state=DIVERGED, reason="its loss is not finite from step 4")
     broken = runs("broken", None, None, state=FAILED, reason="no disk")
     said = advise(compared(PLAIN, wild, broken))
     assert said == "Stay with plain: it alone reaches loss 2.00, in 3 min 51 s; wild diverged, broken failed."

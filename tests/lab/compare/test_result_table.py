@@ -44,10 +44,10 @@ def test_a_target_that_one_seed_misses_is_not_reached() -> None:
 
 def test_what_did_not_finish_weighs_nothing_and_says_why() -> None:
     good, bad = runs("other", 10.0, 99.0)
-    bad = replace(bad, state=DIVERGED, reason="its loss is not finite since step 4", final_loss=float("nan"))
+    bad = replace(bad, state=DIVERGED, reason="its loss is not finite from step 4", final_loss=float("nan"))
     other = compared(runs("plain", 40.0, 60.0), [good, bad]).rows[1]
     assert (other.num_sound, other.is_sound) == (1, False)
-    assert other.reason == "diverged in 1 of 2 runs: its loss is not finite since step 4"
+    assert other.reason == "diverged in 1 of 2 runs: its loss is not finite from step 4"
     assert other.final == RunStat(1.9, 0.0, 1.9, 1.9, 1)
 
 

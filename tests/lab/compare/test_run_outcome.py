@@ -123,7 +123,7 @@ def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
     ("record", "history", "state", "reason"),
     [
         (WELL, RunHistory(steps=steps(3.0, 2.0)), FINISHED, ""),
-        (WELL, RunHistory(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite since step 2"),
+        (WELL, RunHistory(steps=steps(3.0, math.nan, math.nan)), DIVERGED, "its loss is not finite from step 2"),
         (WELL, RunHistory(steps=steps(2.0, 9.0)), DIVERGED, "its loss rose from 2 to 9"),
         (WELL, RunHistory(steps=steps(1.0, *[2.0] * 39)), FINISHED, ""),
         (
@@ -137,7 +137,7 @@ def test_sent_bytes_are_the_ninth_figure_of_the_kernels_table() -> None:
             RunRecord(2, 1.0),
             RunHistory(steps=steps(2.0, taken=False)),
             DIVERGED,
-            "its gradients are not finite since step 1",
+            "its gradients are not finite from step 1",
         ),
         (RunRecord(2, 1.0, said="there is no file"), RunHistory(), FAILED, "there is no file"),
         (RunRecord(1, 1.0), RunHistory(steps=steps(2.0), ended=RunEnded(1, "failed", 1, "oh\nno")), FAILED, "oh"),

@@ -123,14 +123,14 @@ def test_the_page_tells_of_machines_and_of_bytes(plan: ComparisonPlan) -> None:
     assert "Times of different machines are mixed: here; there." in mixed
     assert "Bytes were not measured: no root." in conditions(told(plan, first + second, "no root"))
     before = [replace(one, bytes_total=5) for one in second]
-    assert "Bytes were not measured, but in runs from before: no root." in conditions(
+    assert "Bytes were not measured, except in earlier runs: no root." in conditions(
         told(plan, first + before, "no root")
     )
 
 
 def test_a_slot_that_cannot_be_written(plan: ComparisonPlan) -> None:
     slot = ComparisonRunFolder(plan, plan.runs[0])
-    with pytest.raises(SetupError, match=r"cannot be written: No such file .* Set folder, or make it yours"):
+    with pytest.raises(SetupError, match=r"cannot be written: No such file .* Set folder to a writable one"):
         slot.write(RunRecord(0, 1.0))
     with pytest.raises(SetupError, match=r"output.txt cannot be written: No such file"):
         slot.open("output.txt")

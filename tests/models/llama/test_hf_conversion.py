@@ -112,7 +112,7 @@ def test_a_published_config_of_either_style_names_the_same_shape() -> None:
         ({"rope_parameters": {"rope_type": "dynamic"}}, r"rope_parameters\.rope_type = 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, r"does not say rope_scaling\.factor"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor = 0\.5"),
-        ({"rope_scaling": [1]}, "which is no table"),
+        ({"rope_scaling": [1]}, "which is not a table"),
         ({"rope_theta": "high"}, "rope_theta = 'high'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
         ({"hidden_size": None}, "does not say hidden_size"),
@@ -181,7 +181,7 @@ def test_tables_of_angles_are_no_weights() -> None:
     [
         ({name: shape for name, shape in FOUND.items() if name != "model.norm.weight"}, r"no 'model\.norm\.weight' of"),
         ({name: shape for name, shape in FOUND.items() if ".1." not in name}, r"and 8 more of the model's 21 tensors"),
-        ({**FOUND, "score.weight": (2, 64)}, "w has 'score.weight', which the model has not"),
+        ({**FOUND, "score.weight": (2, 64)}, "w has 'score.weight', which the model does not have"),
         ({**FOUND, "model.norm.weight": (65,)}, r"'model\.norm\.weight' has shape \(65,\) in w and \(64,\)"),
         ({name: shape for name, shape in FOUND.items() if name != "lm_head.weight"}, r"Set model\.tied = true"),
         ({}, "and 20 more"),

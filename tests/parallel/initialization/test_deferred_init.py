@@ -70,7 +70,7 @@ def test_what_cannot_be_recorded_is_refused(name: str) -> None:
 
 def test_a_module_that_was_handed_over_is_left_alone() -> None:
     before = HANDED_OVER.weight
-    with pytest.raises(NotRecordable, match="was there before"):
+    with pytest.raises(NotRecordable, match="existed before"):
         record(lambda: HANDED_OVER, SEED)
     assert HANDED_OVER.weight is before
     assert not before.is_meta

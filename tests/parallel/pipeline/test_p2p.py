@@ -33,7 +33,7 @@ def test_a_header_says_it_all(shape: tuple[int, ...], dtype: torch.dtype, wants_
 
 
 def test_what_cannot_travel_is_refused() -> None:
-    with pytest.raises(ModelError, match="complex64 tensor of shape \\[3\\], which cannot travel"):
+    with pytest.raises(ModelError, match="complex64 tensor of shape \\[3\\], which stages cannot send"):
         HiddenStateMeta((3,), torch.complex64, True).encode()
     with pytest.raises(ModelError, match="at most 8 dims"):
         HiddenStateMeta((1,) * 9, torch.float32, True).encode()

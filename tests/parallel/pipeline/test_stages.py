@@ -146,7 +146,7 @@ def test_an_alias_outside_all_units_is_refused_too() -> None:
 def test_units_within_units_are_refused() -> None:
     chain = ToyChain(1)
     chain.units = ("embed", "layers", "layers.0", "head")
-    with pytest.raises(ModelError, match=r"'layers\.0' of the model's chain stands inside unit 'layers'"):
+    with pytest.raises(ModelError, match=r"'layers\.0' of the model's chain is inside unit 'layers'"):
         split_into_stages(toy(1), chain, [range(2), range(2, 4)], [0])
 
 

@@ -104,9 +104,9 @@ def test_tied_names_that_disagree_are_refused(dim: int | None) -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ((ShardingRule("blocks.*.upp.weight", 0),), "'blocks.*.upp.weight' matches nothing of the model. Did you mean"),
+        ((ShardingRule("blocks.*.upp.weight", 0),), "'blocks.*.upp.weight' matches nothing in the model. Did you mean"),
         ((ShardingRule("blocks.*.upp.weight", 0),), "'blocks.*.up.weight'?"),
-        ((UP, ShardingRule("blocks.0.up.weight", 0)), "'blocks.0.up.weight' matches only what an entry before it"),
+        ((UP, ShardingRule("blocks.0.up.weight", 0)), "'blocks.0.up.weight' matches only what earlier entries"),
         ((ShardingRule("head.weight", 2),), "'head.weight' [20, 8] has no dim 2 to split along. Its dims are 0, 1"),
         ((ShardingRule("stem.weight", 0),), "'stem.weight' [8, 3, 3, 3] belongs to a Conv2d, which cannot be split"),
         ((UP, ShardingRule("blocks.*.down.*", 0)), "'blocks.0.up.weight' [16, 8] splits its outputs, and nothing"),
@@ -135,7 +135,7 @@ def test_shares_are_equal_or_refused() -> None:
 
 
 def test_a_crossing_that_names_nothing_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"'haed' matches nothing of the model. Did you mean 'head'\?"):
+    with pytest.raises(ModelError, match=r"'haed' matches nothing in the model. Did you mean 'head'\?"):
         planned(UP, DOWN, crossings=(ActivationCollectives("haed", on_output="whole"),))
 
 

@@ -173,9 +173,9 @@ def test_a_short_last_step_is_not_measured(tmp_path: Path, num_micro: int) -> No
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"layout": {"zero": 3}}, "with zero = 3 none has. Use data ranks"),
-        ({"layout": {"tensor": 2}}, "with the tensor axis none has"),
-        ({"layout": {"pipeline": 2}}, "with the pipeline axis none has"),
+        ({"layout": {"zero": 3}}, "with zero = 3 no rank has them. Use data ranks"),
+        ({"layout": {"tensor": 2}}, "with the tensor axis no rank has them"),
+        ({"layout": {"pipeline": 2}}, "with the pipeline axis no rank has them"),
         ({"train": {"micro_batch": 8}}, "is one micro-batch: there is no smaller one"),
         ({"optim": {"scaling": "linear"}}, "Set optim.base_batch"),
     ],

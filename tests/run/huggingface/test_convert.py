@@ -196,10 +196,10 @@ def test_what_stands_in_the_place_stays(tmp_path: Path) -> None:
     hf = publish(published(), tmp_path / "hf")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(SetupError, match="is there already"):
+    with pytest.raises(SetupError, match="already exists"):
         import_hf(str(hf), tmp_path / "out")
     trained(tmp_path / "run", {})
-    with pytest.raises(SetupError, match="is there already"):
+    with pytest.raises(SetupError, match="already exists"):
         export_hf(str(tmp_path / "run"), tmp_path / "out", shard_bytes=10**9)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -221,5 +221,5 @@ def test_only_a_llama_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     save_weights(str(tmp_path / "run" / "checkpoints"), weights, plan_export(weights, {"x": "x"}), tree, NoProgress())
     with pytest.raises(ModelError, match="holds the model 'digits'"):
         export_hf(str(tmp_path / "run"), tmp_path / "out", shard_bytes=10**9)
-    with pytest.raises(CheckpointError, match="is a checkpoint of ours already"):
+    with pytest.raises(CheckpointError, match="is already a closeranks checkpoint"):
         import_hf(str(tmp_path / "run"), tmp_path / "out")

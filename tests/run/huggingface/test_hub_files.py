@@ -84,7 +84,7 @@ def test_a_model_of_the_users_is_refused_with_the_command_that_writes_its_weight
             step.run()
     place = str(tmp_path / "my run")
     command = f"closeranks ckpt convert '{place}' OUT.safetensors --to safetensors"
-    with pytest.raises(ModelError, match="for a Llama alone") as caught:
+    with pytest.raises(ModelError, match="for Llama models") as caught:
         export_hf(place, tmp_path / "out", shard_bytes=1 << 30)
     assert command in caught.value.fix
 

@@ -158,7 +158,7 @@ def test_too_few_are_none() -> None:
 
 def test_what_changed_is_said() -> None:
     assert fitted(job_of("data=4 zero=3"), 3).summary == (
-        "3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; batch, order and learning rate stay"
+        "3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; same batch, order and learning rate"
     )
     assert "pipeline=2 schedule=zbv -> data=1;" in fitted(job_of("pipeline=2 schedule=zbv"), 1).summary
 

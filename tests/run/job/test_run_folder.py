@@ -144,9 +144,9 @@ def test_folders_that_belong_to_more_than_a_run_are_refused(tmp_path: Path, monk
         ("/", "the root folder"),
         ("~", "your home folder"),
         (".", "the working folder"),
-        (str(tmp_path), "a folder around the working folder"),
+        (str(tmp_path), "a parent of the working folder"),
     ]:
-        with pytest.raises(SetupError, match=f"is {words}, and a run needs one for itself"):
+        with pytest.raises(SetupError, match=f"is {words}, and a run needs a folder of its own"):
             choose_folder(job(folder=folder), "x")
     assert list(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "home" / "work"]
     (tmp_path / "empty").mkdir()
@@ -160,7 +160,7 @@ def test_files_of_others_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("a Hugging Face model's")
     wanted = str(tmp_path / "model")
     assert choose_folder(job(folder=wanted), "x") == tmp_path / "model-2"
-    with pytest.raises(SetupError, match=r"holds no run, but config\.json, which the run would write over"):
+    with pytest.raises(SetupError, match=r"holds no run, but config\.json, which the run would overwrite"):
         choose_folder(job(folder=wanted, resume="auto"), "x")
 
 

@@ -202,7 +202,7 @@ def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> Non
     [
         ({"model.norm.weight": torch.ones(65)}, r"'model\.norm\.weight' has shape \(65,\)"),
         ({"model.norm.weight": None}, r"no 'model\.norm\.weight'"),
-        ({"model.extra": torch.ones(2)}, r"has 'model\.extra', which the model has not"),
+        ({"model.extra": torch.ones(2)}, r"has 'model\.extra', which the model does not have"),
         ({"model.norm.weight": torch.ones(64, dtype=torch.int8)}, "is stored as int8"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, "is stored as float8_e4m3fn"),
     ],

@@ -246,7 +246,7 @@ def test_where_nothing_is_sound_any_more_a_fresh_model_begins(place: Path, every
         if inspect_slot(path).header:
             flip(path)
     spoil_checkpoints(case)
-    with pytest.raises(WorldError, match="no state of this run is sound any more"):
+    with pytest.raises(WorldError, match="no state of this run is valid any more"):
         run(replace(case, generation=1, deaths=()))
     assert events(case, Restored) == []
     run(replace(case, generation=2, deaths=()))

@@ -280,7 +280,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_word(tmp_path: Path) 
             step.run()
     heard = list(events(tmp_path / "next"))
     assert any(isinstance(event, Resumed) and event.path.endswith("step-00000004") for event in heard)
-    assert any(isinstance(event, Warned) and "step-00000006 was passed over" in event.what for event in heard)
+    assert any(isinstance(event, Warned) and "step-00000006 was skipped" in event.what for event in heard)
 
 
 def tear(checkpoint: Path) -> None:

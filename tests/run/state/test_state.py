@@ -37,7 +37,7 @@ def deep() -> nn.Module:
 
 
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
-    "seed": ({"run": {"seed": 5}}, r"another run\.seed: 0, not 5\. Set run\.seed back, or start anew"),
+    "seed": ({"run": {"seed": 5}}, r"another run\.seed: 0, not 5\. Set run\.seed back, or start a new run"),
     "global batch": (
         {"train": {"global_batch": 16}},
         r"another train\.global_batch: 8, not 16\. Set train\.global_batch back",
@@ -74,7 +74,7 @@ def shuffled(folder: Path, shuffle: str, resume: str = "") -> None:
 
 def test_another_order_is_told_in_the_words_of_the_job(tmp_path: Path) -> None:
     shuffled(tmp_path / "saved", "full")
-    sentence = r"another data\.shuffle: 'full', not 'blocks'\. Set data\.shuffle back, or start anew"
+    sentence = r"another data\.shuffle: 'full', not 'blocks'\. Set data\.shuffle back, or start a new run"
     with pytest.raises(CheckpointError, match=sentence):
         shuffled(tmp_path / "new", "blocks", str(tmp_path / "saved"))
 

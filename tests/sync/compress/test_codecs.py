@@ -24,7 +24,7 @@ def test_every_name_of_the_config_is_built_and_described() -> None:
     assert set(COMPRESSORS) == {*CODECS, "powersgd"}
     for name in COMPRESSORS:
         said = describe_compression(CompressConfig.model_validate({"name": name}), "gradients")
-        assert "gradients travel" in said
+        assert "gradients are sent" in said
 
 
 def round_trip(codec: Codec, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Replicas that train apart against copies of a model that are trained by hand, in float64."""
+"""Local SGD replicas against copies of a model that are trained by hand, in float64."""
 
 from __future__ import annotations
 

@@ -164,14 +164,14 @@ def test_other_events_are_one_line_each() -> None:
 
 def test_the_noise_scale_says_what_it_means_for_the_batch() -> None:
     assert event_lines.noise_line(NoiseSeen(20, 483.2, 64)) == (
-        "noise scale about 480 samples; a step now has 64: a larger batch still pays"
+        "noise scale about 480 samples; a step now has 64: a larger batch still helps"
     )
     assert event_lines.noise_line(NoiseSeen(20, 483.2, 4096)) == (
         "noise scale about 480 samples; a step now has 4096: batches beyond 480 gain little"
     )
     assert "about 0.46 samples" in event_lines.noise_line(NoiseSeen(20, 0.4567, 8))
     assert "about 1.23M samples" in event_lines.noise_line(NoiseSeen(20, 1_234_567.0, 8))
-    assert "too noisy yet" in event_lines.noise_line(NoiseSeen(20, None, 8))
+    assert "still too noisy" in event_lines.noise_line(NoiseSeen(20, None, 8))
 
 
 LOST = RankLost(0, 1, "", 40, "killed", "killed by SIGKILL", 0.01)
@@ -227,7 +227,7 @@ def test_a_long_cause_is_cut() -> None:
 
 def test_events_about_faults_are_one_line_each() -> None:
     assert event_lines.restored_line(Restored(39, "peer", 1, 0.12)) == (
-        "generation 1 goes on after step 39, from a peer's memory (0.1 s)"
+        "generation 1 continues after step 39, from a peer's memory (0.1 s)"
     )
     assert event_lines.snapshots_line(Snapshotting(3, 1, 30 << 20, 0.002, "replica")) == (
         "state kept in memory every step (30.0 MiB a rank, a second copy in each replica; 2 ms a copy)"
@@ -240,5 +240,5 @@ def test_events_about_faults_are_one_line_each() -> None:
     )
     assert event_lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
     assert event_lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
-        "host b is not asked any more: 5 faults in an hour"
+        "host b is quarantined: 5 faults in an hour"
     )

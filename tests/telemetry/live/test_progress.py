@@ -187,7 +187,7 @@ def test_fewer_workers_are_told() -> None:
 def test_a_state_from_farther_than_memory_and_what_was_found_broken_are_told() -> None:
     restored = Restored(10, "checkpoint", 1, 2.0, ["the copy of step 19 on rank 1 is torn"])
     lines = plain([CPU, step(20), LOST, replace(CPU, generation=1, first_step=10), restored, step(11), CLOSED])
-    assert "generation 1 goes on after step 10, from the checkpoint (2.0 s)" in lines
+    assert "generation 1 continues after step 10, from the checkpoint (2.0 s)" in lines
     assert "warning: the copy of step 19 on rank 1 is torn" in lines
 
 

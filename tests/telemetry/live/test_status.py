@@ -226,8 +226,8 @@ def test_several_hosts_are_listed() -> None:
             StatusFreshness.FAR,
             "last heard 3 h 0 min ago (step 212 of 400, generation 1): its agent, process 4242 on box, cannot be",
         ),
-        (StatusFreshness.SILENT, "is alive but does not write"),
-        (StatusFreshness.UNWATCHED, "no agent of ours watches it"),
+        (StatusFreshness.SILENT, "is alive but does not update the status"),
+        (StatusFreshness.UNWATCHED, "no agent watches it"),
         (StatusFreshness.ENDED, "running 3 h 0 min ago, step 212 of 400"),
     ],
 )

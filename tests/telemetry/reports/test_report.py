@@ -87,7 +87,7 @@ def test_the_scaled_rate_and_the_last_noise_scale_are_told(make_run: Callable[..
     add(folder, NoiseSeen(42, 480.0, 8), NoiseSeen(43, None, 8))
     text = write_report(folder).read_text()
     assert "| learning rate | 1.6 = 0.1 x 16 |" in text
-    assert "| noise | noise scale about 480 samples; a step now has 8: a larger batch still pays |" in text
+    assert "| noise | noise scale about 480 samples; a step now has 8: a larger batch still helps |" in text
 
 
 def test_a_picture_that_was_drawn_is_shown(make_run: Callable[..., Path]) -> None:
@@ -130,7 +130,7 @@ def test_a_drained_run_goes_on_to_its_own_end(make_run: Callable[..., Path], tmp
     (tmp_path / "state").write_bytes(b"x")
     add(folder, Saved(step=25, path=str(tmp_path / "state"), bytes=1 << 20))
     text = write_report(folder, overrides=("train.steps=40",)).read_text()
-    assert "It was asked to stop and ended in order at step 25 of 40." in text
+    assert "It was asked to stop and ended cleanly at step 25 of 40." in text
     assert f"closeranks train {folder}/job.toml -n 2 train.steps=40 checkpoint.resume={tmp_path}/state\n" in text
     assert "| checkpoint | `state`, 1.0 MiB |" in text
 
@@ -139,12 +139,12 @@ def test_a_failed_run_says_what_went_wrong_and_starts_again_without_a_state(make
     text = write_report(make_run(num_steps=3, reason="failed"), failure="rank 1 was killed by signal 9\n").read_text()
     assert "**It failed** after step 3 of 40." in text
     assert "```text\nrank 1 was killed by signal 9\n```" in text
-    assert "No state was saved to go on from." in text
+    assert "No state was saved to resume from." in text
 
 
 def test_a_run_that_vanished_is_called_so(make_run: Callable[..., Path]) -> None:
     text = write_report(make_run(num_steps=3, reason="")).read_text()
-    assert "**It did not end in order**: nothing was recorded after step 3 of 40." in text
+    assert "**It did not end cleanly**: nothing was recorded after step 3 of 40." in text
 
 
 def test_a_folder_without_steps_is_reported_honestly(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_bad_samples_have_a_row_of_their_own(make_run: Callable[..., Path]) -> N
     assert "bad samples" not in write_report(folder).read_text()
     add(folder, replace(step(3), num_bad=39))
     rows = write_report(folder).read_text().splitlines()
-    assert "| bad samples | 39 skipped, which count nothing |" in rows
+    assert "| bad samples | 39 skipped and excluded from the loss |" in rows
     assert not any("waiting for data" in row and "skipped" in row for row in rows)
 
 

@@ -101,7 +101,7 @@ def test_sinks_hear_in_order_and_one_that_raises_is_removed_with_a_warning(tmp_p
     recorder.close()
     warnings = [event for _, event in read_events(path_of(tmp_path)) if isinstance(event, Warned)]
     assert len(warnings) == 1
-    assert "broken no longer follows the run: it raised ValueError: no pen" in warnings[0].what
+    assert "broken receives no more events: it raised ValueError: no pen" in warnings[0].what
     assert [who for who, event in heard if isinstance(event, StepDone)] == ["first", "last", "first", "last"]
     assert [who for who, event in heard if isinstance(event, Warned)] == ["first", "last"]
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_a_warning_to_the_sinks_and_no_error(tmp_path: Path) -> N
     recorder.add_sink(heard.append)
     recorder.emit(StepDone(step=1))
     recorder.emit(StepDone(step=2))
-    words = "the metrics of rank 0 cannot be written (No space left on device): training goes on, and they are written"
+    words = "the metrics of rank 0 cannot be written (No space left on device): training continues; they are written"
     assert heard == [Warned(f"{words} once they can be"), StepDone(step=1), StepDone(step=2)]
     path_of(tmp_path).unlink()
     recorder.close()

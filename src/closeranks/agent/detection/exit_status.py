@@ -11,8 +11,8 @@ import signal
 _WHY = {
     signal.SIGKILL: "killed by SIGKILL; if nobody sent it, the kernel's out-of-memory killer did: see dmesg",
     signal.SIGSEGV: "killed by SIGSEGV: a crash in native code",
-    signal.SIGBUS: "killed by SIGBUS: often /dev/shm is full, or a mapped file was cut short",
-    signal.SIGABRT: "ended by SIGABRT: native code gave up",
+    signal.SIGBUS: "killed by SIGBUS: often /dev/shm is full, or a mapped file was truncated",
+    signal.SIGABRT: "killed by SIGABRT: native code called abort()",
     signal.SIGFPE: "killed by SIGFPE: an integer division by zero in native code",
     signal.SIGILL: "killed by SIGILL: a library was built for another processor",
     signal.SIGXCPU: "killed by SIGXCPU: the limit on processor time (ulimit -t) was reached",
@@ -33,7 +33,7 @@ def describe_status(status: int | None, num_oom_kills: int = 0) -> str:
     if status >= 0:
         return f"exited with code {status} without reporting an error"
     if status == -signal.SIGKILL and num_oom_kills:
-        return "killed by SIGKILL, by the kernel's out-of-memory killer it seems: it struck on this host meanwhile"
+        return "killed by SIGKILL, probably by the kernel's out-of-memory killer: it killed a process on this host"
     try:
         number = signal.Signals(-status)
     except ValueError:

@@ -86,7 +86,7 @@ class Hang:
 
     def cause(self, now: float) -> str:
         """One line for people."""
-        what = "was stopped by a signal" if self.is_stopped else "stood still"
+        what = "was stopped by a signal" if self.is_stopped else "made no progress"
         why = f"; {self.why}" if self.why else ""
         return f"{what} for {now - self.since:.1f} s, {PHASE_WORDS[self.phase]}{why}"
 
@@ -105,12 +105,12 @@ class ProcessSample:
 
 _SIGNS: tuple[tuple[str, Callable[[ProcessSample], bool]], ...] = (
     ("", lambda sight: sight.state == _STOPPED),
-    ("stuck in the kernel, in a driver or a network file system perhaps", lambda sight: sight.state == "D"),
+    ("stuck in the kernel, perhaps in a driver or a network file system", lambda sight: sight.state == "D"),
     (
         "asleep, and not in a collective",
         lambda sight: sight.state == "S" and sight.load < _BUSY and sight.call not in ("", "lock"),
     ),
-    ("busy while the others wait, perhaps with the interpreter's lock held", lambda sight: sight.load >= _BUSY),
+    ("busy while the others wait, perhaps holding the GIL", lambda sight: sight.load >= _BUSY),
 )
 """What tells a suspect from ranks that wait, each with its wording; a stop is recorded in ``Still.is_stopped``."""
 
@@ -182,7 +182,7 @@ def narrow_by_data_read(still: Hang, places: Mapping[int, str]) -> Hang:
     if not found:
         return still
     place = found[min(found)]
-    return replace(still, suspects=tuple(sorted(found)), why=f"a sample is read at {place} and does not come")
+    return replace(still, suspects=tuple(sorted(found)), why=f"reading a sample at {place} does not return")
 
 
 def merge_hangs(

@@ -46,7 +46,7 @@ def decode_hang(told: Mapping[str, Any], now: float) -> Hang:
             why=str(told["why"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a host's claim cannot be read: {error}") from None
+        raise ProtocolError(f"a host's hang report cannot be read: {error}") from None
 
 
 class HangReports:

@@ -38,7 +38,7 @@ class HostReport:
                 zygote=str(told["zygote"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a host's statement cannot be read: {error}") from None
+            raise ProtocolError(f"a host's exit report cannot be read: {error}") from None
 
 
 def merge_reports(statements: Sequence[HostReport]) -> HostReport:

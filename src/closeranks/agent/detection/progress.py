@@ -61,7 +61,7 @@ PHASE_WORDS = {
     WorkerPhase.SNAPSHOT: "waiting for the copy of its state",
     WorkerPhase.VOTE: "agreeing on the step",
     WorkerPhase.UPDATE: "updating weights",
-    WorkerPhase.OUTER_STEP: "meeting the other replicas",
+    WorkerPhase.OUTER_STEP: "running the outer step",
     WorkerPhase.EVALUATE: "evaluating",
     WorkerPhase.SAVE: "saving",
     WorkerPhase.END: "ending",
@@ -107,7 +107,7 @@ class SharedProgress:
         self._ints, self._floats = self._bytes.cast("q"), self._bytes.cast("d")
         if self._ints[0] != _MAGIC:
             self.close()
-            raise ValueError("this descriptor is not a progress word")
+            raise ValueError("this descriptor is not a worker's progress memory")
         self._at_ns, self._visit_ns = self._ints[_AT], 0
         self._step, self._phase = self._ints[_STEP], self._ints[_PHASE]
         self._longest_ns, self._num_seen = [0] * len(WorkerPhase), [0] * len(WorkerPhase)

@@ -221,11 +221,11 @@ def _cause(fact: WorkerReport, num_oom_kills: int) -> str:
 
 def _stillness(fact: WorkerReport) -> str:
     if fact.hang_cause:
-        return f"{fact.hang_cause}; it was given up"
+        return f"{fact.hang_cause}; declared hung"
     lasted = f" for {fact.hang_s:.3g} s" if fact.hang_s else ""
     if fact.hang_kind == "stopped":
-        return f"stopped by SIGSTOP{lasted}; it was given up"
-    return f"stood still{lasted}; it was given up"
+        return f"stopped by SIGSTOP{lasted}; declared hung"
+    return f"made no progress{lasted}; declared hung"
 
 
 def _what_others_did(culprit: WorkerReport, others: Sequence[WorkerReport]) -> str:

@@ -225,7 +225,7 @@ class HostController:
         for member in self.host.workers:
             if not member.is_over:
                 who = f"Rank {member.world.rank} (process {member.pid})"
-                why = "it hangs in the kernel, in a device driver or a network file system perhaps"
+                why = "it hangs in the kernel, perhaps in a device driver or a network file system"
                 text = f"{who} was killed but has not ended within {REAP_S:g} s: {why}."
                 self._do(self._follower.relay(HostNote(text)))
 

@@ -46,7 +46,7 @@ def _rescue_elsewhere(boxes: SnapshotMemory, run: Path, host: str, until: float,
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             continue
-        others = f" What other hosts held belongs beside it, in {place / FOLDER}." if is_part else ""
+        others = f" The state that other hosts held belongs beside it, in {place / FOLDER}." if is_part else ""
         where = _words(place / FOLDER / host, num_bytes)
         written = f"{run} cannot be written ({why}): the state in memory was written to {where}."
         return f"{written} {resume_advice(place)}{others}"
@@ -70,7 +70,7 @@ def _keep(boxes: SnapshotMemory, target: Path, until: float) -> int:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Rename into place; what was there before is removed only afterwards."""
+    """Rename into place; what existed before is removed only afterwards."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

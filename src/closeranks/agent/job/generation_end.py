@@ -30,7 +30,7 @@ def root_cause_of(
 ) -> RootCause | None:
     """Why another generation is needed; None: none is. ``leaving``: why this one was asked to end, if it was."""
     if lost_host:
-        cause = settled.cause.what if settled.cause.host == lost_host else "it was not heard in time"
+        cause = settled.cause.what if settled.cause.host == lost_host else "no heartbeat arrived in time"
         return external_cause("host", f"{lost_host} was lost: {cause}", step=next_step)
     if whole.zygote:
         first = whole.zygote.partition("\n")[0]
@@ -58,7 +58,7 @@ def conclude(
         return JobOutcome(stop.reason, statuses)
     if failed_at is None and settled.cause.why != "done":
         who = f"{settled.cause.host}: " if settled.cause.host else ""
-        raise RunFailed(f"the workers were ended before they were done: {who}{settled.cause.what or settled.cause.why}")
+        raise RunFailed(f"the workers were killed before they finished: {who}{settled.cause.what or settled.cause.why}")
     is_drained = any(DRAIN.kind in fact.ended_for for fact in statement.workers)
     return JobOutcome("drained" if is_drained else "finished", statuses)
 

@@ -258,7 +258,7 @@ class JobController:
         elif self._waiting is not None:
             self._try(self._waiting[0], now)
         elif now >= self.stop.deadline:
-            self._act(self._machine.fence("patience is over", now))
+            self._act(self._machine.fence("the grace period is over", now))
         else:
             return self.stop.deadline
         return None
@@ -297,7 +297,7 @@ class JobController:
                 case GenerationSettled():
                     self._on_settled(effect, now)
                 case SteppedDown():
-                    raise RunFailed("another lead has taken over this job")
+                    raise RunFailed("another leader has taken over this job")
 
     def _on_changed(self, changed: HostStatusChanged, now: float) -> None:
         if changed.host != self._name:

@@ -122,7 +122,7 @@ class Recovery:
             fitted = survival.fit(room, self._num_wanted)
         if fitted is None or fitted.num_workers < room:
             what = f"the job cannot begin with {room} of {self._num_wanted} workers"
-            raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout that so many can do.")
+            raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout for that many workers.")
         return place_workers(roster.hosts, room), fitted
 
     def begin_generation(self, places: tuple[HostPlacement, ...], fitted: ResizedLaunch) -> Mapping[str, Any]:

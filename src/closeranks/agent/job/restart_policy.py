@@ -149,8 +149,8 @@ def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, wish: DesiredSi
     last = faults[-1]
     times = f"{count} times in the same way" if count > 1 else "with elastic.max_repeats = 1"
     cause = last.cause.rstrip(".")
-    what = f"{_place(last.step, wish)} failed {times}: {cause}. This is deterministic: the code or the data does it"
-    return GiveUp("repeats", f"{what}, and another try would end there too", _advice(last))
+    what = f"{_place(last.step, wish)} failed {times}: {cause}. This is deterministic: the code or the data causes it"
+    return GiveUp("repeats", f"{what}, and another try would fail there too", _advice(last))
 
 
 def _place(step: int | None, wish: DesiredSize) -> str:
@@ -161,16 +161,16 @@ def _place(step: int | None, wish: DesiredSize) -> str:
 
 
 def _advice(fault: FaultRecord) -> str:
-    resume = "then go on with checkpoint.resume."
+    resume = "then resume with checkpoint.resume."
     if fault.kind == "oom" or any(word in fault.signature for word in _MEMORY_WORDS):
         return f"Use a smaller train.micro_batch, train.recompute or a higher layout.zero, {resume}"
     if fault.kind == "hang":
-        return f"Its log shows where each thread stood; mend what it waits for there, {resume}"
+        return f"Its log shows the stack of each thread; fix what it waits for, {resume}"
     if fault.is_silent:
         return f"Find out who kills it (dmesg, the scheduler, the code of this step), {resume}"
     if fault.step is None:  # no sample was read yet
-        return f"Mend the code, {resume}"
-    return f"Mend the code, or look at those samples and leave out what is bad in them, {resume}"
+        return f"Fix the code, {resume}"
+    return f"Fix the code, or inspect those samples and remove the bad ones, {resume}"
 
 
 def _budget(faults: Sequence[FaultRecord], limits: FaultLimits, now: float) -> GiveUp | None:
@@ -179,8 +179,8 @@ def _budget(faults: Sequence[FaultRecord], limits: FaultLimits, now: float) -> G
         return None
     counted = f"{len(recent)} faults" if len(recent) > 1 else "a fault"
     what = f"{counted} within {_duration(limits.fault_window_s)} ({summarize_faults(recent)})"
-    what += f", and elastic.max_faults = {limits.max_faults} are survived; the last: {recent[-1].cause.rstrip('.')}"
-    return GiveUp("budget", what, "Mend what they have in common, or raise elastic.max_faults.")
+    what += f", more than elastic.max_faults = {limits.max_faults}; the last: {recent[-1].cause.rstrip('.')}"
+    return GiveUp("budget", what, "Fix their common cause, or raise elastic.max_faults.")
 
 
 def _go(
@@ -194,7 +194,7 @@ def _go(
     if fitted is None or num_workers < limits.min_workers:
         return _no_room(num_available, limits, wish)
     if num_workers < wish.num_workers and not fitted.summary:
-        words = f"{num_workers} of {_workers(wish.num_workers)}; batch, order and learning rate stay"
+        words = f"{num_workers} of {_workers(wish.num_workers)}; same batch, order and learning rate"
         fitted = replace(fitted, summary=words)
     avoided = quarantined_hosts(hosts, faults, limits, now)
     return NextGeneration(place_workers(hosts, num_workers, avoided), fitted, avoided)
@@ -207,21 +207,21 @@ def _wait(hosts: Sequence[HostState], limits: FaultLimits, now: float, num_avail
         return None
     names = ", ".join(host.name for host in missing)
     why = (
-        f"{_workers(num_available)} can be had without {names}; waiting {until - now:.3g} s for it or for another host"
+        f"{_workers(num_available)} can be started without {names}; waiting {until - now:.3g} s for it or another host"
     )
     return WaitForHosts(until, why)
 
 
 def _no_room(num_available: int, limits: FaultLimits, wish: DesiredSize) -> GiveUp:
     """Too few workers are left: fewer than the job's minimum, or than any legal layout needs."""
-    left = f"{_workers(num_available)} of {wish.num_workers} can still be had"
+    left = f"{_workers(num_available)} of {wish.num_workers} can still be started"
     if wish.fit is None:
         why = "this run cannot be made smaller"
     elif num_available < limits.min_workers:
         why = f"elastic.min_workers = {limits.min_workers}"
     else:
-        why = "no layout of so few is legal for this model and batch"
-    fix = "Add a host with `closeranks agent --join`, lower elastic.min_workers, or go on later with checkpoint.resume."
+        why = "no layout with so few workers is valid for this model and batch"
+    fix = "Add a host with `closeranks agent --join`, lower elastic.min_workers or resume later with checkpoint.resume."
     return GiveUp("room", f"{left}, and {why}", fix)
 
 

@@ -113,7 +113,7 @@ def _look_through(name: str, root: Any) -> None:
             elif type(value) is float and not math.isfinite(value):
                 raise ProtocolError(f"{name} holds a number that is not finite")
             elif value is not None and type(value) not in (str, int, float, bool):
-                raise ProtocolError(f"{name} holds {shown(value)}, which is no JSON value")
+                raise ProtocolError(f"{name} holds {shown(value)}, which is not a JSON value")
         if not below:
             return
         level = below
@@ -149,7 +149,7 @@ class RunLengthCodec:
             raise ProtocolError(f"{name} must be runs of [workers, hosts], not {shown(value)}")
         num_hosts = sum(run[1] for run in value)
         if sum(run[0] * run[1] for run in value) > _MAX_WORKERS or num_hosts > _MAX_WORKERS:
-            raise ProtocolError(f"{name} stands for more than {_MAX_WORKERS} workers")
+            raise ProtocolError(f"{name} describes more than {_MAX_WORKERS} workers")
         return tuple(count for count, times in value for _ in range(times))
 
 

@@ -118,7 +118,7 @@ class Follower:
             return []
         if letter.term > self.term and self.is_joined:
             self.term = letter.term
-            return self._cut("another lead has taken over", now)
+            return self._cut("another leader has taken over", now)
         match letter.body:
             case Welcome() as welcome:
                 return self._on_welcome(letter.term, welcome, now)
@@ -253,7 +253,7 @@ class Follower:
 
     def on_disconnected(self, now: float) -> Effects:
         """The connection to the leader has ended."""
-        return self._cut("the connection to the lead was closed", now) if self.is_joined else []
+        return self._cut("the connection to the leader was closed", now) if self.is_joined else []
 
     # --- timers
 
@@ -261,7 +261,7 @@ class Follower:
         if self.is_over:
             return []
         if self.is_joined and now >= self.lease_until:
-            return self._cut("the lead has not answered in time", now)
+            return self._cut("the leader has not answered in time", now)
         if self.is_joined:
             if now < self._next_beat:
                 return []
@@ -270,7 +270,7 @@ class Follower:
         if self.state == FollowerState.KILLING:
             return []
         if now >= self._heard_at + self._give_up_s:
-            return self._finish(ParticipationEnded(f"no lead was found within {self._give_up_s:g} s", is_lost=True))
+            return self._finish(ParticipationEnded(f"no leader was found within {self._give_up_s:g} s", is_lost=True))
         return self._join(now) if now >= self._next_join else []
 
     def deadline(self, now: float) -> float | None:

@@ -175,7 +175,7 @@ class Leader:
             return [SteppedDown(self.term)]
         effects: Effects = []
         for peer in self._peers.expired(now):
-            effects += self._lose(peer, "it was not heard in time", now, dead_at=now)
+            effects += self._lose(peer, "no heartbeat arrived in time", now, dead_at=now)
         return effects + self._settle_if_empty(now)
 
     # --- orders of the caller
@@ -251,7 +251,7 @@ class Leader:
         or of another host of that name, are dead when their lease expires or their connection closes."""
         if known.incarnation == letter.incarnation:
             return self._lose(known, "it has joined again", now, dead_at=now, why="rejoined")
-        effects = self._lose(known, "its agent has started anew", now, why="restarted")
+        effects = self._lose(known, "its agent was restarted", now, why="restarted")
         return [*effects, self._send(known, Dismiss(f"another agent has joined as {known.name}"))]
 
     def _welcome(self, peer: HostSession, now: float) -> SendMessage:
@@ -360,7 +360,7 @@ class Leader:
 
     def _let_go(self, peer: HostSession) -> Effects:
         self._peers.mark_lost(peer)
-        return [self._send(peer, Dismiss("it has left as it was asked to")), self._changed(peer, "left")]
+        return [self._send(peer, Dismiss("it left as requested")), self._changed(peer, "left")]
 
     # --- the end of a generation
 

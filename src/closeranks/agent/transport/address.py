@@ -64,7 +64,7 @@ def listen_on(host: str, port: int) -> socket.socket:
     except (socket.gaierror, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a name"
         fix = "Listen on an address of this machine, or on 0.0.0.0 for all of them."
-        raise SetupError(f"the host '{host}' is not known here ({why})", fix) from None
+        raise SetupError(f"the host '{host}' does not resolve ({why})", fix) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port with connections in TIME_WAIT is free

@@ -66,7 +66,7 @@ class AuthenticatedChannel:
     def queue(self, fields: Fields) -> None:
         """Append a signed message to the outbox; the channel must be open."""
         if self._seal is None or not self.is_open:
-            raise CloseranksError("a message was queued before the other side was known")
+            raise CloseranksError("a message was queued before the other side was authenticated")
         body = json.dumps(fields, separators=(",", ":")).encode()
         if len(body) > self._max_bytes:
             raise CloseranksError(f"a message of {len(body)} bytes is too large to send (at most {self._max_bytes})")
@@ -123,5 +123,5 @@ def _fields(body: bytes) -> Fields:
     except (ValueError, RecursionError):
         raise ChannelError("sent a message that is not JSON") from None
     if not isinstance(fields, dict):
-        raise ChannelError("sent a message that is not an object of fields")
+        raise ChannelError("sent a message that is not a JSON object")
     return fields

@@ -116,7 +116,7 @@ class ControlClient:
                 self._fail(f"no name server answered within {self._terms.connect_s:g} s")
             elif self._connecting is not None:
                 self._drop_connecting()
-                self._try_next(f"it does not answer within {self._terms.connect_s:g} s")
+                self._try_next(f"it did not answer within {self._terms.connect_s:g} s")
             else:
                 self._begin_round()
 
@@ -146,7 +146,7 @@ class ControlClient:
     def _on_found(self, places: list[SocketAddress], why: str) -> None:
         self._lookup = None
         if not places:
-            self._fail(f"its name is not known here ({why})")
+            self._fail(f"its name does not resolve ({why})")
             return
         self._places = places
         self._try_next("")
@@ -195,7 +195,7 @@ class ControlClient:
         self._drop_lookup()
         is_deserted = why == _unreachable(errno.ECONNREFUSED)
         self.deserted_at = (self.deserted_at or time.monotonic()) if is_deserted else None
-        self._wait(f"The lead at {self.address} cannot be reached: {why}")
+        self._wait(f"The leader at {self.address} cannot be reached: {why}")
 
     # --- connected
 
@@ -213,12 +213,12 @@ class ControlClient:
         if peer.was_open:
             if time.monotonic() - self._opened_at > self._terms.longest_wait_s:
                 self._backoff.reset()
-            self.trouble = f"The lead at {self.address} {why}"
+            self.trouble = f"The leader at {self.address} {why}"
             self._until = time.monotonic() + self._backoff.next_s()
             self._tell_close(peer, why)
         else:
             self.num_refused += peer.is_foreign
-            self._wait(f"What listens at {self.address} {why}")
+            self._wait(f"The process listening at {self.address} {why}")
 
     def _wait(self, trouble: str) -> None:
         """Each reason is reported once until there has been a connection again."""

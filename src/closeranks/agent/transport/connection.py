@@ -88,7 +88,7 @@ class ControlConnection:
         self._talk.queue(fields)
         self._flush()
         if len(self._talk.outbox) > self._terms.max_queue_bytes:
-            self._doom(f"does not read: {len(self._talk.outbox)} bytes wait for it")
+            self._doom(f"does not read: {len(self._talk.outbox)} bytes are queued for it")
         return self.is_open
 
     def wake(self, now: float) -> None:

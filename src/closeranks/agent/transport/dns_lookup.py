@@ -92,7 +92,7 @@ def decode_answer(answer: bytes) -> tuple[list[SocketAddress], str]:
     try:
         found = json.loads(answer)
     except ValueError:
-        return [], "the lookup came to nothing"
+        return [], "the lookup gave no result"
     if isinstance(found, str):
         return [], found
     return [SocketAddress(socket.AddressFamily(family), tuple(address)) for family, address in found], ""

@@ -41,10 +41,10 @@ _OF_LENGTH, _OF_BODY = 0, 1
 _FOREIGN = (
     (
         (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"HTTP", b"PRI "),
-        "speaks HTTP, not the control channel's language",
+        "speaks HTTP, not the control channel's protocol",
     ),
-    ((b"\x16\x03", b"\x15\x03"), "speaks TLS, not the control channel's language"),
-    ((b"SSH-",), "speaks SSH, not the control channel's language"),
+    ((b"\x16\x03", b"\x15\x03"), "speaks TLS, not the control channel's protocol"),
+    ((b"SSH-",), "speaks SSH, not the control channel's protocol"),
 )
 
 
@@ -78,11 +78,11 @@ def decode_hello(data: bytes | bytearray, role: Role) -> ChannelHello | None:
 def _foreign(data: bytes) -> str:
     """Which protocol the other side seems to speak. Its bytes are not quoted: they would reach a terminal or a log."""
     if data.startswith(MAGIC):
-        return "is on the same side of the channel: two leads, or two hosts, were joined to each other"
+        return "is on the same side of the channel: two leaders, or two hosts, were connected to each other"
     for beginnings, words in _FOREIGN:
         if data.startswith(beginnings):
             return words
-    return "does not speak the control channel's language"
+    return "does not speak the control channel's protocol"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class FrameSigner:
         if hmac.compare_digest(right, given):
             return
         if self._number == 0:
-            raise ChannelError("does not hold this job's token (or what it sent was altered on the way)")
-        raise ChannelError("sent a message that was altered, repeated or moved on the way")
+            raise ChannelError("does not hold this job's token (or what it sent was altered in transit)")
+        raise ChannelError("sent a message that was altered, replayed or reordered in transit")
 
 
 class FrameReader:
@@ -169,7 +169,7 @@ class FrameReader:
                 return None
             self._length = self._seal.check_length(self._take(_HEADER_BYTES))
             if self._length > self._max_bytes:
-                raise ChannelError(f"sent a message of {self._length} bytes; at most {self._max_bytes} are taken here")
+                raise ChannelError(f"sent a message of {self._length} bytes; at most {self._max_bytes} are accepted")
         if len(self._buffer) < self._length + _TAG_BYTES:
             return None
         body = self._take(self._length)

@@ -109,10 +109,10 @@ class HostConnections:
         try:
             letter = Envelope.from_fields(fields)
         except ProtocolError as error:
-            peer.refuse(f"sent what is no letter: {error}")
+            peer.refuse(f"sent an invalid message: {error}")
             return
         if letter.host == self._own_name:
-            peer.refuse(f"calls itself {letter.host}, as this host does: start it with another --name")
+            peer.refuse(f"calls itself {letter.host}, which is this host's name: start it with another --name")
             return
         who = (letter.host, letter.incarnation)
         self._lines[who], self._names[peer] = peer, who

@@ -56,5 +56,5 @@ class RefusalLog:
         """The counts of refusals not reported so far: of this address, and of those beyond the limit on lines."""
         swallowed, self._num_swallowed = self._num_swallowed, 0
         again = f" It was refused {known.num_since} more times before." if known and known.num_since else ""
-        others = f" {swallowed} refusals of other addresses were not told." if swallowed else ""
+        others = f" {swallowed} refusals of other addresses were not reported." if swallowed else ""
         return again + others

@@ -24,7 +24,7 @@ _FEWEST_CHARACTERS = 32
 _FEWEST_DIFFERENT = 8
 """Rejects long tokens of a repeated character; 32 random hex digits have fewer than this once in 10^11 draws."""
 _MOST_BYTES = 4096
-_HOW = "Make one with `openssl rand -hex 32`, in a file of mode 600 that each host is given with --token-file."
+_HOW = "Make one with `openssl rand -hex 32`, in a file of mode 600, and pass it to each host with --token-file."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def parse_token(text: str, source: str) -> JobToken:
     if not words:
         raise SetupError(f"{source} holds no job token", _HOW)
     if len(words) > 1 or not (words[0].isascii() and words[0].isprintable()):
-        raise SetupError(f"{source} holds more than one word, or other signs than a token has", _HOW)
+        raise SetupError(f"{source} holds more than one word, or characters that a token cannot have", _HOW)
     if len(words[0]) < _FEWEST_CHARACTERS:
         what = f"the job token in {source} is too short ({len(words[0])} characters, at least {_FEWEST_CHARACTERS})"
         raise SetupError(what, _HOW)
@@ -110,6 +110,6 @@ def host_token(token_file: Path | None, from_shell: str, on_note: Callable[[str]
     """The token of a host that joins; one must have been given."""
     token = given_token(token_file, from_shell, on_note)
     if token is None:
-        fix = "Copy the lead's token file here and pass --token-file, or set CLOSERANKS_TOKEN."
-        raise SetupError("joining a job takes its token, and none was given", fix)
+        fix = "Copy the leader's token file here and pass --token-file, or set CLOSERANKS_TOKEN."
+        raise SetupError("joining a job requires its token, and none was given", fix)
     return token

@@ -171,7 +171,7 @@ class OutputLog:
             self._file.write(data)
 
     def _on_lost(self, why: str) -> None:
-        self._on_note(f"{self.path} cannot be written ({why}): the run goes on, and it is written once it can be.")
+        self._on_note(f"{self.path} cannot be written ({why}): the run continues, and writing is retried.")
 
     def _on_back(self, num_dropped: int) -> None:
         lost = f"{num_dropped} bytes were lost" if num_dropped else "nothing was lost"

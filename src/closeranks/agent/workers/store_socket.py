@@ -22,7 +22,7 @@ def bind_store(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         fix = "Set agent.host to an address of this machine, such as 127.0.0.1."
-        raise SetupError(f"the host '{host}' is not known here ({error.strerror})", fix) from None
+        raise SetupError(f"the host '{host}' does not resolve ({error.strerror})", fix) from None
     listener = socket.socket(family, kind, protocol)
     try:
         # A port with connections in TIME_WAIT is free; one with a listener is not.

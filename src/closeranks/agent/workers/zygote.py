@@ -1,8 +1,8 @@
 """The zygote: a process that has imported everything that workers need, and forks them on request.
 
 Run as ``python -m closeranks.agent.workers.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet,
-sent with descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on ``fork``
-at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
+sent with descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on
+``fork`` at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
 reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work; it has
 no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a standby
 zygote that serves it, an heir; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The heir outlives
@@ -163,7 +163,7 @@ def warm_up(call: str, payload: dict[str, Any]) -> None:
     try:
         load_object(call, place="warm")(payload)
     except BaseException:
-        print("warming up failed; workers to come start as the first ones did", flush=True)
+        print("warm-up failed; later workers start as slowly as the first", flush=True)
         traceback.print_exc()
     freeze()
     print(f"warmed up in {time.monotonic() - started_at:.2f} s, threads: {num_threads()}", flush=True)
@@ -183,7 +183,7 @@ def import_error(name: str, error: BaseException) -> UserError:
     place = user_location(error)
     where = f" at {place}" if place else ""
     if isinstance(error, SystemExit):
-        fix = "Put what the script does under `if __name__ == '__main__':`."
+        fix = "Put the script's main code under `if __name__ == '__main__':`."
         return UserError(f"importing '{name}' called sys.exit{where}", fix)
     lines = plain_message(error).splitlines()
     told = f": {lines[-1]}" if lines else ""

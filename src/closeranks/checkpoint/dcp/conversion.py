@@ -33,9 +33,9 @@ def convert(
 ) -> ConvertedCheckpoint:
     """``on_total`` is called once with the total bytes of tensors, ``on_bytes`` with each further number done."""
     if to not in FORMATS:
-        raise CheckpointError(f"'{to}' is no format", f"Write one of {', '.join(FORMATS)}.")
+        raise CheckpointError(f"'{to}' is not a known format", f"Write one of {', '.join(FORMATS)}.")
     if "://" in str(out) or ":/" in str(out):
-        raise CheckpointError(f"{out} is no path on this machine", "Convert to a folder here, and copy it from there.")
+        raise CheckpointError(f"{out} is not a local path", "Convert to a local folder, and copy it from there.")
     export.refuse_existing(out)
     outgoing, path, notes = _opened(source, to)
     on_total(outgoing.num_bytes)

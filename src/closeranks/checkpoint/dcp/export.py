@@ -91,7 +91,7 @@ def _header(tensors: list[LazyTensor]) -> bytes:
     begin = 0
     for tensor in tensors:
         if tensor.dtype not in FORMAT_NAMES:
-            what = f"'{model_key(tensor)}' is of {tensor.dtype}, which safetensors has no word for"
+            what = f"'{model_key(tensor)}' is of {tensor.dtype}, which safetensors does not support"
             raise CheckpointError(what, "Convert to another format.")
         end = begin + tensor.num_bytes
         row = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -162,4 +162,4 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 def refuse_existing(out: Path) -> None:
     if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} is there already", "Name another place, or remove it first.")
+        raise CheckpointError(f"{out} already exists", "Choose another path, or remove it first.")

@@ -56,7 +56,7 @@ def parse_index(metadata: PickledRecord, name: str) -> DcpIndex:
     try:
         return _index(metadata)
     except _Misfit as error:
-        what = f"{name} is damaged or foreign: {error}"
+        what = f"{name} is damaged or invalid: {error}"
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from None
 
 
@@ -85,19 +85,19 @@ def _slots(rows: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Dcp
         name, offset = _of(str, index.get("fqn"), "name"), index.get("offset")
         file = _of(str, info.get("relative_path"), "file name")
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _Misfit(f"'{name}' is said to lie in '{file}', which is no file beside the metadata")
+            raise _Misfit(f"'{name}' is listed in '{file}', which is not a file beside the metadata")
         if info.get("transform_descriptors"):
             raise _Misfit(f"'{name}' was saved through an extension ({info.get('transform_descriptors')})")
         slot = DcpFileRange(file, _count(info.get("offset"), "offset"), _count(info.get("length"), "length"))
         if found.setdefault((name, None if offset is None else _size(offset)), slot) != slot:
-            raise _Misfit(f"'{name}' is said to lie in two places")
+            raise _Misfit(f"'{name}' is listed in two places")
     return found
 
 
 def _slot(slots: Mapping[Any, DcpFileRange], name: str, offset: tuple[int, ...] | None) -> DcpFileRange:
     slot = slots.get((name, offset))
     if slot is None:
-        raise _Misfit(f"nothing says where '{name}' lies")
+        raise _Misfit(f"the metadata does not say where '{name}' lies")
     return slot
 
 
@@ -113,9 +113,9 @@ def _stored(name: str, record: PickledRecord, path: StatePath, slots: Mapping[An
         chunk = _of(PickledRecord, row, f"chunk of '{name}'")
         start, size = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(start) != len(shape) or len(size) != len(shape):
-            raise _Misfit(f"a chunk of '{name}' has another number of dims")
+            raise _Misfit(f"a chunk of '{name}' has a different number of dims")
         if any(begin + extent > whole for begin, extent, whole in zip(start, size, shape, strict=True)):
-            raise _Misfit(f"a chunk of '{name}' reaches out of it")
+            raise _Misfit(f"a chunk of '{name}' reaches out of bounds")
         if prod(size):
             chunks.append((Piece(name, shape, start, size), _slot(slots, name, start)))
     if sum(piece.numel for piece, _ in chunks) != prod(shape):

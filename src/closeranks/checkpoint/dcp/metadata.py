@@ -67,10 +67,10 @@ def read_metadata(data: bytes, name: str) -> PickledRecord:
     except CheckpointError:
         raise
     except Exception as error:  # what a damaged pickle may raise is not documented
-        what = f"{name} is damaged: it is no metadata of torch DCP ({type(error).__name__})"
+        what = f"{name} is damaged: it is not torch DCP metadata ({type(error).__name__})"
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from error
     if not isinstance(found, PickledRecord) or found.kind != "Metadata":
-        raise CheckpointError(f"{name} is no metadata of torch DCP", "Name a folder that dcp.save wrote.")
+        raise CheckpointError(f"{name} is not torch DCP metadata", "Name a folder that dcp.save wrote.")
     return found
 
 
@@ -84,9 +84,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = self._known.get((module, name))
         if known is None:
-            what = f"{self._name} asks for '{module}.{name}', which no metadata of torch DCP needs: it was not run"
+            what = f"{self._name} asks for '{module}.{name}', which torch DCP metadata never needs: it was not executed"
             raise CheckpointError(what, "Do not load this folder anywhere else unless you trust who made it.")
         return known
 
     def persistent_load(self, pid: Any) -> Any:
-        raise CheckpointError(f"{self._name} refers to something outside of it: it was not run", "Do not trust it.")
+        raise CheckpointError(f"{self._name} refers to something outside: it was not executed", "Do not trust it.")

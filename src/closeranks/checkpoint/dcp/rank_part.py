@@ -22,7 +22,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.storage.protocol import Storage, StorageError
 
-_FIX = "What was saved before still counts: save again later."
+_FIX = "Earlier checkpoints are still valid: save again later."
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class CheckpointStorageReader(StorageReader):
         for rank, plan in enumerate(plans):
             if plan.storage_data != self._identity():
                 what = f"ranks found different checkpoints in {self._place}: one was saved meanwhile"
-                raise CheckpointError(what, "Name one checkpoint, not the folder of all.", rank=rank)
+                raise CheckpointError(what, "Name one checkpoint, not the folder that holds all of them.", rank=rank)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

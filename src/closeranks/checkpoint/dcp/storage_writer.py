@@ -90,7 +90,7 @@ class CheckpointStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         if not kwargs.get("use_collectives", True):
             what = "a checkpoint cannot be saved without collectives: its manifest lists what all ranks wrote"
-            raise CheckpointError(what, "Leave use_collectives on.")
+            raise CheckpointError(what, "Keep use_collectives=True.")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -99,7 +99,7 @@ class CheckpointStorageWriter(StorageWriter):
         """On the coordinator: takes the lock, so that nothing is removed from this place until ``finish``."""
         storage = open_storage(self._place)
         if MANIFEST in storage.names(self._folder):
-            raise CheckpointError(f"{self.checkpoint_id} is a checkpoint already", "Save under another step.")
+            raise CheckpointError(f"{self.checkpoint_id} is already a checkpoint", "Save under another step.")
         self._unlock()
         held = _LOCKS[storage.url] = ExitStack()
         try:
@@ -197,8 +197,8 @@ class CheckpointStorageWriter(StorageWriter):
 def _split(place: str) -> tuple[str, str]:
     root, _, name = place.rstrip("/").rpartition("/")
     if parse_folder(name) is None:
-        what = f"'{place}' names no checkpoint: its last part is not like {folder_name(40)}"
-        raise CheckpointError(what, "Give the step, or a place that ends so.")
+        what = f"'{place}' is not a checkpoint's path: its last part is not like {folder_name(40)}"
+        raise CheckpointError(what, "Give the step, or a path that ends like that.")
     return root or ".", name
 
 

@@ -63,7 +63,7 @@ def _checked(manifest: CheckpointManifest) -> Mapping[str, Any]:
         for value in values.values():
             decode(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"{manifest.name} is damaged or foreign: what it keeps for torch DCP does not fit together"
+        what = f"{manifest.name} is damaged or invalid: its data for torch DCP is inconsistent"
         raise CheckpointError(what, "Use an earlier checkpoint.") from error
     return {"names": names, "values": values, "paths": paths}
 

@@ -45,7 +45,7 @@ def decode(value: Any) -> Any:
         return tuple(decode(one) for one in inner)
     if kind == "dict":
         return {decode(key): decode(one) for key, one in inner}
-    raise ValueError(f"'{kind}' is no kind of value")
+    raise ValueError(f"'{kind}' is not a known kind of value")
 
 
 def _text(value: str, name: str) -> str:

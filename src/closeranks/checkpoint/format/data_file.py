@@ -22,11 +22,11 @@ from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import Storage
 
 FIRST_BYTES = declare_failpoint(
-    "save.first_bytes", "the header and the first chunk of a data file were handed to the medium"
+    "save.first_bytes", "the header and the first chunk of a data file were passed to storage"
 )
-HALF_WAY = declare_failpoint("save.half_way", "half of a data file's chunks were handed to the medium")
+HALF_WAY = declare_failpoint("save.half_way", "half of a data file's chunks were passed to storage")
 DATA_WRITTEN = declare_failpoint(
-    "save.data_written", "all of a data file was handed to the medium, nothing of it made durable"
+    "save.data_written", "all of a data file was passed to storage, none of it durable yet"
 )
 DATA_DURABLE = declare_failpoint("save.data_durable", "a data file is durable")
 
@@ -186,6 +186,6 @@ def read_back(
             value = crc32c(rest[:left], value)
             rest, left = rest[left:], left - min(left, len(rest))
         if value != expected:
-            raise SaveError(f"{storage.url}/{path} came back from the medium with other bytes in {what}")
+            raise SaveError(f"{storage.url}/{path} was read back from storage with different bytes in {what}")
     if rest or any(pieces):
-        raise SaveError(f"{storage.url}/{path} came back longer than it was written")
+        raise SaveError(f"{storage.url}/{path} was read back longer than it was written")

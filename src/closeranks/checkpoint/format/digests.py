@@ -61,7 +61,7 @@ def item_bytes(dtype: str) -> int:
     try:
         return _ITEM_BYTES[dtype]
     except KeyError:
-        raise ValueError(f"'{dtype}' is no type of tensor that a checkpoint holds") from None
+        raise ValueError(f"'{dtype}' is not a dtype that checkpoints support") from None
 
 
 def crc32c(data: Bytes, value: int = 0) -> int:

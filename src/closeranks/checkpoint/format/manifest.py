@@ -237,7 +237,7 @@ def _tensor_rows(entries: Iterable[ChunkLocation]) -> list[Any]:
             },
         )
         if (row["dtype"], row["shape"]) != (chunk.dtype, list(piece.shape)):
-            raise ValueError(f"{chunk.section}/{chunk.key} is saved in two types or shapes")
+            raise ValueError(f"{chunk.section}/{chunk.key} is saved with two dtypes or shapes")
         flat = None if piece.flat is None else list(piece.flat)
         where = [list(piece.start), list(piece.size), flat]
         row["chunks"].append(
@@ -267,7 +267,7 @@ class _refused:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (LookupError, TypeError, ValueError, AttributeError)):
-            what = f"{self._name} is damaged: its parts do not fit together"
+            what = f"{self._name} is damaged: its parts are inconsistent"
             raise CheckpointError(what, "Use an earlier checkpoint.") from error
 
 

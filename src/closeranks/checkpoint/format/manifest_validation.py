@@ -49,7 +49,7 @@ def read_document(storage: Storage, name: str) -> bytes:
     """The bytes of a sealed document; one that is absurdly large is refused before it is read."""
     num_bytes = storage.size(name)
     if num_bytes > DOCUMENT_BYTES:
-        raise CheckpointError(f"{storage.url}/{name} is damaged: no document has {num_bytes} bytes", FIX)
+        raise CheckpointError(f"{storage.url}/{name} is damaged: a document cannot have {num_bytes} bytes", FIX)
     return storage.read(name)
 
 
@@ -59,7 +59,7 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     try:
         data = read_document(storage, f"{folder}/{MANIFEST}")
     except MissingError as error:
-        raise CheckpointError(f"{path} is no finished checkpoint: it has no {MANIFEST}", FIX) from error
+        raise CheckpointError(f"{path} is not a finished checkpoint: it has no {MANIFEST}", FIX) from error
     except StorageError as error:
         raise CheckpointError(f"the manifest of {path} cannot be read: {error}", FIX) from error
     return validate_manifest(data, path)
@@ -89,7 +89,7 @@ def _refused(path: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged or foreign: {error}", FIX) from error
+        raise CheckpointError(f"{path} is damaged or invalid: {error}", FIX) from error
 
 
 def coverage_gap(pieces: Iterable[Piece]) -> str:
@@ -110,7 +110,7 @@ def _check(manifest: CheckpointManifest, folder: str) -> None:
     for entry in manifest.entries:
         _check_entry(entry, manifest.name, files)
     if manifest.is_full and manifest.referenced_files():
-        raise ValueError("it is said to be full and refers to other checkpoints")
+        raise ValueError("it is marked as full but refers to other checkpoints")
     _check_tensors(manifest)
     _check_ranges(manifest.entries)
 
@@ -118,7 +118,7 @@ def _check(manifest: CheckpointManifest, folder: str) -> None:
 def _check_head(manifest: CheckpointManifest, folder: str) -> None:
     place = parse_folder(_text(manifest.name, "name"))
     if place is None or place[0] != _number(manifest.step, "step"):
-        raise ValueError(f"'{manifest.name}' is no checkpoint of step {manifest.step}")
+        raise ValueError(f"'{manifest.name}' is not a checkpoint of step {manifest.step}")
     if parse_folder(folder) is not None and folder != manifest.name:
         raise ValueError(f"it was saved as {manifest.name}")
     for name in ("save", "layout"):
@@ -128,7 +128,7 @@ def _check_head(manifest: CheckpointManifest, folder: str) -> None:
     if manifest.metric is not None:
         _real(manifest.metric, "metric")
     if type(manifest.is_full) is not bool or type(manifest.tree) is not dict:
-        raise ValueError("its parts do not fit together")
+        raise ValueError("its parts are inconsistent")
     _check_plain(manifest.tree)
 
 
@@ -136,7 +136,7 @@ def _checked_files(files: Iterable[DataFile]) -> dict[str, DataFile]:
     found: dict[str, DataFile] = {}
     for file in files:
         if not _NAME.fullmatch(_text(file.name, "file")) or file.name in found:
-            raise ValueError(f"'{file.name}' is no name for a data file")
+            raise ValueError(f"'{file.name}' is not a valid name for a data file")
         _number(file.header_crc32c, f"the checksum of {file.name}", 0, 2**32)
         _number(file.header_bytes, f"the header of {file.name}", 8, _HEADER_BYTES + 1)
         _number(file.num_bytes, f"the size of {file.name}", file.header_bytes)
@@ -153,24 +153,24 @@ def _check_entry(entry: ChunkLocation, name: str, files: dict[str, DataFile]) ->
     _number(chunk.crc32c, what, 0, 2**32)
     _number(entry.digest_term, what, 0, 2**64)
     if not _HEX.fullmatch(_text(entry.blake3, what)):
-        raise ValueError(f"a digest of {what} is none")
+        raise ValueError(f"a digest of {what} is not valid")
     first = 0
     if "/" in _text(entry.file, what):
         folder, _, file = entry.file.partition("/")
         if parse_folder(folder) is None or folder == name or not _NAME.fullmatch(file):
-            raise ValueError(f"{what} is said to lie in '{entry.file}', where no other checkpoint has files")
+            raise ValueError(f"{what} is listed in '{entry.file}', where no other checkpoint has files")
     elif entry.file in files:
         first = files[entry.file].header_bytes
         _number(entry.offset + chunk.num_bytes, f"the end of a chunk of {what}", 0, files[entry.file].num_bytes + 1)
     else:
-        raise ValueError(f"{what} is said to lie in '{entry.file}', which is none of its files")
+        raise ValueError(f"{what} is listed in '{entry.file}', which is not one of its files")
     _number(entry.offset, f"the place of {what}", first)
 
 
 def _check_piece(piece: Piece, what: str) -> None:
     dims = (piece.shape, piece.start, piece.size)
     if len({len(numbers) for numbers in dims}) != 1 or len(piece.shape) > _DIMS:
-        raise ValueError(f"a chunk of {what} has another number of dims")
+        raise ValueError(f"a chunk of {what} has a different number of dims")
     for whole, start, size in zip(*dims, strict=True):
         _number(whole, what)
         _number(size, what, 0, whole + 1)
@@ -186,7 +186,7 @@ def _check_tensors(manifest: CheckpointManifest) -> None:
     for (section, key), entries in manifest.tensors().items():
         first = entries[0].chunk
         if any((one.chunk.dtype, one.chunk.piece.shape) != (first.dtype, first.piece.shape) for one in entries):
-            raise ValueError(f"{section}/{key} has two types or shapes")
+            raise ValueError(f"{section}/{key} has two dtypes or shapes")
         numel = sum(entry.chunk.piece.numel for entry in entries)
         if numel != prod(first.piece.shape):
             raise ValueError(f"its chunks of {section}/{key} have {numel} of {prod(first.piece.shape)} elements")
@@ -236,4 +236,4 @@ def _check_plain(tree: dict[str, Any]) -> None:
 
 
 def _refuse(value: Any, what: str) -> NoReturn:
-    raise ValueError(f"{printable(str(value)[:80])!r} cannot be ({what})")
+    raise ValueError(f"{printable(str(value)[:80])!r} is not valid ({what})")

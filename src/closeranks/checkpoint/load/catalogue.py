@@ -136,7 +136,7 @@ def _at(place: str) -> Catalogue:
             names = storage.names()
         return _looked(storage, names, is_all=True)
     except StorageError as error:
-        raise CheckpointError(f"{place} cannot be looked at: {error}", "Name a place that can be read.") from error
+        raise CheckpointError(f"{place} cannot be read: {error}", "Give a path or URL that can be read.") from error
 
 
 def _is_checkpoint(url: str, names: Sequence[str]) -> bool:
@@ -161,20 +161,18 @@ def _looked(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogu
             if one.is_latest and one.problem
         ]
         if not any(one.is_latest for one in found):
-            odd.append(CheckpointIssue(f"{storage.url}/{LATEST} names {latest.name}, which is not there", True))
+            odd.append(CheckpointIssue(f"{storage.url}/{LATEST} names {latest.name}, which does not exist", True))
     elif not odd and any(one.manifest for one in found):
-        odd.append(
-            CheckpointIssue(f"{storage.url}/{LATEST} is missing; the manifests themselves were looked at", False)
-        )
+        odd.append(CheckpointIssue(f"{storage.url}/{LATEST} is missing; the manifests were read instead", False))
     strange = [name for name in names if name != LATEST and name.rstrip("/") not in folders]
     if strange:
         more = f" and {len(strange) - 1} more are" if len(strange) > 1 else " is"
-        odd.append(CheckpointIssue(f"{storage.url}/{strange[0]}{more} not of this program and left alone", False))
+        odd.append(CheckpointIssue(f"{storage.url}/{strange[0]}{more} not written by closeranks; ignored", False))
     return Catalogue(storage.url, tuple(_serving(found)), tuple(odd) if is_all else ())
 
 
 def _read_latest(storage: Storage) -> tuple[LatestPointer | None, list[CheckpointIssue]]:
-    survived = "the manifests themselves were looked at"
+    survived = "the manifests were read instead"
     try:
         return decode_latest(read_document(storage, LATEST), f"{storage.url}/{LATEST}"), []
     except MissingError:
@@ -195,7 +193,7 @@ def _examine(storage: Storage, name: str) -> FoundCheckpoint:
         manifest, digest = validate_manifest(data, path), blake3_hex(data)
         step, part = parse_folder(manifest.name) or (step, part)
     except MissingError:
-        state, problem = "unfinished", f"it has no {MANIFEST}: the save was cut short, or still goes on"
+        state, problem = "unfinished", f"it has no {MANIFEST}: the save was interrupted, or is still running"
     except CheckpointError as error:
         state, problem = "damaged", error.what
     except StorageError as error:

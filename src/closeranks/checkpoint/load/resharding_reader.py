@@ -158,12 +158,12 @@ def open_newest(place: str) -> CheckpointReader:
             reader = CheckpointReader(found.storage, found.name)
             reader.check_files()
         except CheckpointError as error:
-            _log.warning("%s was passed over: %s", found.name, error.what)
+            _log.warning("%s was skipped: %s", found.name, error.what)
             passed.append(error.what)
         else:
             return reader
     reasons = "".join(f"; {text}" for text in (*passed, *catalogue.problems)) if catalogue.found else ""
-    which = "sound checkpoint" if catalogue.found else "checkpoint"
+    which = "valid checkpoint" if catalogue.found else "checkpoint"
     raise CheckpointError(
         f"there is no {which} at {place}{reasons}", "Name a run folder or a checkpoint of an earlier run."
     )

@@ -118,13 +118,13 @@ def _header_faults(storage: Storage, folder: str, file: DataFile, entries: Seque
     """Whether other programs that open the file see the same tensors as the manifest describes."""
     header = storage.read(f"{folder}/{file.name}", 0, file.header_bytes)
     if int.from_bytes(header[:8], "little") != file.header_bytes - 8:
-        yield "its header has another length than the manifest says"
+        yield "its header length differs from the manifest"
         return
     try:
         rows = {name: row for name, row in json.loads(header[8:]).items() if name != "__metadata__"}
         held = {(name.rpartition("#")[0], *row["data_offsets"]) for name, row in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield "its header is none of a safetensors file"
+        yield "its header is not that of a safetensors file"
         return
     for entry in entries:
         begin = entry.offset - file.header_bytes
@@ -184,7 +184,7 @@ def _fault(entry: ChunkLocation, chunks: ChunkReader) -> str:
     except CheckpointError as error:
         return _bare(error, chunks)
     if blake3_hex(data) != entry.blake3:
-        return f"the bytes from {entry.offset} on match their CRC32C and not their BLAKE3"
+        return f"the bytes from {entry.offset} on match their CRC32C but not their BLAKE3"
     if layout_independent_digest(data, entry.chunk.dtype, entry.chunk.piece) != entry.digest_term:
         return f"the bytes from {entry.offset} on do not match their layout-independent digest"
     return ""
@@ -199,6 +199,6 @@ def _strangers(storage: Storage, name: str, manifest: CheckpointManifest) -> Ite
     known = {MANIFEST, *(file.name for file in manifest.files)}
     try:
         for stranger in sorted(set(storage.names(name)) - known):
-            yield VerifyFinding(name, stranger, "", "no part of this checkpoint", is_damage=False)
+            yield VerifyFinding(name, stranger, "", "not part of this checkpoint", is_damage=False)
     except StorageError as error:
         yield VerifyFinding(name, "", "", f"its folder cannot be listed: {error}")

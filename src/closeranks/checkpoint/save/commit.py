@@ -43,14 +43,14 @@ from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import ExistsError, MissingError, Storage, StorageError
 
 PARTS_GATHERED = declare_failpoint(
-    "commit.parts_gathered", "the parts of all ranks are there and make up the whole state"
+    "commit.parts_gathered", "the parts of all ranks are present and cover the whole state"
 )
 MANIFEST_PUBLISHED = declare_failpoint(
-    "commit.manifest_published", "the checkpoint counts; latest names the one before"
+    "commit.manifest_published", "the checkpoint is valid; latest names the previous one"
 )
-PARTS_REMOVED = declare_failpoint("commit.parts_removed", "the checkpoint counts and its part documents are gone")
+PARTS_REMOVED = declare_failpoint("commit.parts_removed", "the checkpoint is valid and its part documents are removed")
 LATEST_PUBLISHED = declare_failpoint(
-    "commit.latest_published", "latest names the new checkpoint; nothing was collected yet"
+    "commit.latest_published", "latest names the new checkpoint; no old one is removed yet"
 )
 
 _PAUSES_S = (0.1, 0.4)
@@ -96,7 +96,7 @@ def gather_parts(
             return tuple(found[rank] for rank in range(order.num_ranks))
         if time.monotonic() >= until:
             ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
-            raise SaveError(f"no word from rank {ranks} in {timeout_s:g} s, so {order.folder} stays unfinished")
+            raise SaveError(f"no report from rank {ranks} in {timeout_s:g} s, so {order.folder} stays unfinished")
         breathe()
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, rhythm.most_s)
@@ -144,18 +144,18 @@ def coverage_problem(parts: Sequence[RankPart]) -> str:
 def _tensor_problem(entries: Sequence[ChunkLocation]) -> str:
     first = entries[0].chunk
     if any((entry.chunk.dtype, entry.chunk.piece.shape) != (first.dtype, first.piece.shape) for entry in entries):
-        return "was saved in two types or shapes"
+        return "was saved with two dtypes or shapes"
     whole = prod(first.piece.shape)
     num_elements = sum(entry.chunk.piece.numel for entry in entries)
     num_bytes = sum(entry.chunk.num_bytes for entry in entries)
     if whole and any(entry.chunk.num_bytes * num_elements != num_bytes * entry.chunk.piece.numel for entry in entries):
-        return "has chunks whose sizes do not fit their elements"
+        return "has chunks whose sizes do not match their elements"
     # In memory order, so that what remains to be covered stays one or two boxes.
     pieces = sorted((entry.chunk.piece for entry in entries), key=lambda piece: (piece.start, piece.flat or (0, 0)))
     if plan_copies(Piece.whole(first.key, first.piece.shape), pieces).missing:
-        return f"is not all there: the ranks hold {num_elements} of its {whole} elements"
+        return f"is incomplete: the ranks hold {num_elements} of its {whole} elements"
     if num_elements != whole:  # everything is covered, so something is there twice
-        return f"was saved more than once in part: {num_elements} elements for {whole}"
+        return f"was partly saved more than once: {num_elements} elements for {whole}"
     return ""
 
 
@@ -164,9 +164,9 @@ def check_file_sizes(storage: Storage, folder: str, parts: Iterable[RankPart]) -
     for part in parts:
         for file in part.files:
             if storage.size(f"{folder}/{file.name}") != file.num_bytes:
-                raise SaveError(f"{storage.url}/{folder}/{file.name} has not the size that rank {part.rank} wrote")
+                raise SaveError(f"{storage.url}/{folder}/{file.name} differs in size from what rank {part.rank} wrote")
         for name in missing_files(part.entries, storage.size):
-            raise SaveError(f"{storage.url}/{name}, which rank {part.rank} refers to, is gone or cut short")
+            raise SaveError(f"{storage.url}/{name}, which rank {part.rank} refers to, is missing or truncated")
 
 
 def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
@@ -174,7 +174,7 @@ def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> Chec
     raises."""
     what = coverage_problem(parts)
     if what:
-        raise SaveError(f"the ranks' parts of {order.folder} do not fit: {what}")
+        raise SaveError(f"the ranks' parts of {order.folder} are inconsistent: {what}")
     check_file_sizes(storage, order.folder, parts)
     failpoint(PARTS_GATHERED)
     manifest = _manifest(order, parts)
@@ -186,7 +186,7 @@ def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> Chec
         data = storage.read(path)
         manifest = decode_manifest(data, path)
         if manifest.save != order.save:
-            raise SaveError(f"{storage.url}/{order.folder} is a checkpoint already, of another save") from None
+            raise SaveError(f"{storage.url}/{order.folder} is already a checkpoint, from another save") from None
     failpoint(MANIFEST_PUBLISHED)
     for rank in range(order.num_ranks):
         with suppress(StorageError):  # the next retention run removes it
@@ -218,7 +218,7 @@ def _point_at(storage: Storage, latest: LatestPointer) -> None:
         except StorageError as error:
             pause_s = None if error.is_final else next(pauses, None)
             if pause_s is None:
-                _log.warning("%s counts, but %s/%s does not name it: %s", latest.name, storage.url, LATEST, error)
+                _log.warning("%s is valid, but %s/%s does not name it: %s", latest.name, storage.url, LATEST, error)
                 return
             time.sleep(pause_s)
         else:
@@ -227,7 +227,7 @@ def _point_at(storage: Storage, latest: LatestPointer) -> None:
 
 def _manifest(order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
     if order.tree is None:
-        raise CheckpointError(f"the order to save step {order.step} came without the state's tree")
+        raise CheckpointError(f"the order to save step {order.step} lacks the state's tree")
     entries = tuple(entry for part in parts for entry in part.entries)
     return CheckpointManifest(
         name=order.folder,

@@ -22,11 +22,11 @@ from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.protocol import DeniedError, MissingError, Storage
 
 MANIFEST_REMOVED = declare_failpoint(
-    "collect.manifest_removed", "a checkpoint counts no more; its files are still there"
+    "collect.manifest_removed", "a checkpoint is no longer valid; its files are still there"
 )
-FILE_REMOVED = declare_failpoint("collect.file_removed", "a file that nobody refers to is gone")
-FOLDER_REMOVED = declare_failpoint("collect.folder_removed", "all of a checkpoint is gone")
-COLLECTED = declare_failpoint("collect.done", "everything that retention lets go is gone")
+FILE_REMOVED = declare_failpoint("collect.file_removed", "an unreferenced file was removed")
+FOLDER_REMOVED = declare_failpoint("collect.folder_removed", "all files of a checkpoint are removed")
+COLLECTED = declare_failpoint("collect.done", "everything that retention does not keep is removed")
 
 _OURS = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
 

@@ -205,7 +205,7 @@ class SaveSchedule:
             return f"saving every {format_duration(self.period_s)}"
         failures = f"failures every {format_duration(self.mtbf_s)} expected"
         if not self.history.num_saves:
-            return f"a first save after {format_duration(FIRST_SAVE_S)} shows what one costs; {failures}"
+            return f"a first save after {format_duration(FIRST_SAVE_S)} measures the cost; {failures}"
         history, wanted = self.history, daly_period_s(self.mtbf_s, self.history.cost_s)
         cost = f"a save costs {format_duration(history.cost_s)}"
         if history.durable_s > min(wanted, MOST_S):

@@ -51,9 +51,9 @@ from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.storage.open import open_storage
 from closeranks.storage.protocol import Storage, StorageError
 
-ORDERED = declare_failpoint("save.ordered", "an order to save was taken up; nothing was written")
+ORDERED = declare_failpoint("save.ordered", "a save order was accepted; nothing is written yet")
 READ_BACK = declare_failpoint(
-    "save.read_back", "a rank's data came back whole from the medium; its part is not published"
+    "save.read_back", "a rank's data was read back intact from storage; its part is not published"
 )
 PART_PUBLISHED = declare_failpoint("save.part_published", "a rank's part is published")
 
@@ -109,7 +109,7 @@ class TierSave:
 
     def check_cancelled(self) -> None:
         if self.is_superseded():
-            raise SupersededError("a later save was ordered before this one was done")
+            raise SupersededError("a later save was requested before this one finished")
 
 
 @cache
@@ -249,7 +249,7 @@ def _clear(job: TierSave) -> None:
     try:
         clear_unfinished(job.storage, order.folder, job.protected())
     except (StorageError, CloseranksError) as error:
-        what = f"what unfinished saves left could not be removed: {error}"
+        what = f"leftovers of unfinished saves could not be removed: {error}"
         job.report(SaveReport("collected", order.save, order.step, job.tier, what))
 
 
@@ -258,7 +258,7 @@ def _counting(job: TierSave) -> CheckpointManifest | None:
     order = job.order
     found = read_committed(job.storage, order.folder)
     if found is not None and (session_token(found.save), found.step) != (session_token(order.save), order.step):
-        raise SaveError(f"{order.folder} is a checkpoint already")
+        raise SaveError(f"{order.folder} is already a checkpoint")
     return found
 
 

@@ -41,9 +41,9 @@ _NUM_RECENT = 4
 _LAST_WORDS_S = 5.0
 """When this rank closes: time for the news of a failed save to reach the other ranks."""
 _log = logging.getLogger(__name__)
-BEGUN = declare_failpoint("capture.begun", "a save was asked for, and the state is about to be copied")
+BEGUN = declare_failpoint("capture.begun", "a save was requested, and the state is about to be copied")
 COPIED = declare_failpoint("capture.copied", "the copy is complete; the writer does not know of it yet")
-SENT = declare_failpoint("saver.sent", "the writer has the order; the trainer goes on")
+SENT = declare_failpoint("saver.sent", "the writer has the save order; training continues")
 
 
 class CheckpointSaver:
@@ -85,7 +85,7 @@ class CheckpointSaver:
             self._background.submit(self._start_writer)
             capture.make_ready(tensors, SaveTarget(self, None, self._slot))
         except Exception as error:
-            _log.info("nothing was made ready for the first save: %s", error)
+            _log.info("could not prepare for the first save: %s", error)
 
     def begin_save(
         self,
@@ -255,7 +255,7 @@ class CheckpointSaver:
     def send_to_writer(self, order: SaveTask, chunks: tuple[Chunk, ...]) -> None:
         """Called by the copying thread when the copy is complete."""
         if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, data_offset=DATA_AT))):
-            self.report_failure(order, "no thread can be started that would hand it to a writer")
+            self.report_failure(order, "no thread can be started to pass it to a writer")
 
     # The methods below run on the background thread.
 
@@ -322,7 +322,7 @@ def _hand(background: BackgroundThread, job: Task) -> bool:
     try:
         background.submit(job)
     except RuntimeError as error:
-        _log.warning("nothing can be done in the background of a checkpoint: %s", error)
+        _log.warning("the background thread for checkpoints cannot be started: %s", error)
         return False
     return True
 

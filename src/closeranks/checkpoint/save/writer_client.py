@@ -120,7 +120,7 @@ class WriterClient:
         now = time.monotonic()
         silent = [flight for flight in self._flights.values() if now - flight.heard_at > self._patience_s]
         if silent:
-            self._lose(f"the writer gave no sign of life for {self._patience_s:g} s, so the place may be stuck")
+            self._lose(f"the writer sent no heartbeat for {self._patience_s:g} s, so the storage may be hanging")
 
     @property
     def is_alive(self) -> bool:
@@ -205,7 +205,7 @@ class WriterClient:
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            return "the writer hung up"
+            return "the writer closed the connection"
         if code < 0:
             return f"the writer was killed by {signal.Signals(-code).name}"
         return f"the writer ended with exit status {code}"
@@ -217,7 +217,7 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_DEATH_S)
     except subprocess.TimeoutExpired:
-        _log.warning("the writer, process %d, cannot be ended yet", process.pid)
+        _log.warning("the writer, process %d, has not exited yet", process.pid)
         with suppress(RuntimeError):  # no thread can be started
             threading.Thread(target=process.wait, name="reap", daemon=True).start()
 

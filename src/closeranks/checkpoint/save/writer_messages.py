@@ -37,7 +37,7 @@ def receive(connection: socket.socket) -> WriterMessage:
     try:
         head += _exactly(connection, 4 - len(head)) if head else b""
         if not head:
-            raise EOFError("the other side hung up")
+            raise EOFError("the other side closed the connection")
         return WriterMessage(json.loads(_exactly(connection, int.from_bytes(head, "little"))), fd)
     except BaseException:
         if fd is not None:
@@ -50,6 +50,6 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = connection.recv(min(num_bytes - len(data), 1 << 20))
         if not piece:
-            raise EOFError("the other side hung up")
+            raise EOFError("the other side closed the connection")
         data += piece
     return bytes(data)

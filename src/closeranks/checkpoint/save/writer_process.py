@@ -44,7 +44,9 @@ from closeranks.core.system.process_title import set_child_title
 from closeranks.core.system.stdio import ignore_broken_pipes
 from closeranks.storage import lease
 
-RECEIVED = declare_failpoint("writer.order_received", "a writer process has an order and the buffer; nothing was begun")
+RECEIVED = declare_failpoint(
+    "writer.order_received", "a writer process has a save order and the buffer; nothing is written yet"
+)
 
 _BEAT_S = 0.5
 """Minimum time between two heartbeats of a save."""
@@ -143,7 +145,7 @@ class WriterProcess:
 
     def _skip(self, task: QueuedSave) -> None:
         """Other ranks may not skip this upload, and rank 0 would wait for this rank's part: publish the failure."""
-        order, why = task.order, "a later one goes there instead"
+        order, why = task.order, "a later save replaced it"
         task.release()
         what = f"step {order.step} was not saved to {self._settings.remote}: {why}"
         self._report(SaveReport("failed", order.save, order.step, "remote", what=what))

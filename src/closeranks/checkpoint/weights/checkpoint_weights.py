@@ -24,7 +24,7 @@ class CheckpointWeights:
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._averaged = reader.shapes(EMA).keys()
-        said = "The weights are the moving average that optim.ema kept; closeranks ckpt convert --to dcp has both."
+        said = "The weights are the moving average that optim.ema kept; closeranks ckpt convert --to dcp exports both."
         self.notes: tuple[str, ...] = (said,) if self._averaged else ()
 
     @property

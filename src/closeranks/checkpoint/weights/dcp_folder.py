@@ -62,9 +62,9 @@ class DcpFolder:
     @property
     def notes(self) -> tuple[str, ...]:
         left = len(self._index.tensors) - len(self._tensors)
-        found = [f"{left} tensors of {self.path} are not the model's and were left out."] if left else []
+        found = [f"{left} tensors of {self.path} do not belong to the model and were skipped."] if left else []
         if self._is_unsummed:
-            found.append(f"{self.path} was saved without checksums: damage within tensors would go unseen.")
+            found.append(f"{self.path} was saved without checksums: damage within tensors would not be detected.")
         return tuple(found)
 
     def names(self) -> Mapping[str, tuple[int, ...]]:
@@ -81,7 +81,7 @@ class DcpFolder:
         found = torch.empty(piece.local_shape, dtype=dtype or _dtype(stored))
         todo = plan_copies(piece, [chunk for chunk, _ in stored.chunks])
         if todo.missing:
-            raise CheckpointError(f"{self.path} is damaged: '{name}' is not all there", _FIX)
+            raise CheckpointError(f"{self.path} is damaged: '{name}' is incomplete", _FIX)
         for overlap in todo.overlaps:
             chunk, slot = stored.chunks[overlap.saved]
             source = self._load(slot, chunk, stored)
@@ -111,7 +111,7 @@ class DcpFolder:
         except Exception as error:  # zip, pickle and torch each have their own
             raise CheckpointError(f"{what}: {_first_line(error)}", _FIX) from error
         if not isinstance(found, Tensor) or found.shape != chunk.size or found.dtype != _dtype(stored):
-            raise CheckpointError(f"{what}: it is not the tensor that the metadata tells of", _FIX)
+            raise CheckpointError(f"{what}: it is not the tensor that the metadata describes", _FIX)
         return found.detach().contiguous()
 
 
@@ -126,8 +126,8 @@ def open_dcp(place: str | Path, prefix: Sequence[str] | None = None) -> DcpFolde
     try:
         data = storage.read(METADATA)
     except MissingError as error:
-        what = f"{storage.url} is no folder of torch DCP: there is no {METADATA} in it"
-        raise CheckpointError(what, "Name a folder that dcp.save wrote, with its collectives on.") from error
+        what = f"{storage.url} is not a torch DCP folder: there is no {METADATA} in it"
+        raise CheckpointError(what, "Name a folder that dcp.save wrote with collectives on.") from error
     except StorageError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
     index = parse_index(read_metadata(data, name), name)
@@ -168,7 +168,7 @@ def _named(tensors: Sequence[DcpTensor], depth: int, url: str) -> dict[str, DcpT
     plain = plain_names(inner)
     found = {plain[name]: one for name, one in inner.items()}
     if len(found) < len(tensors):
-        raise CheckpointError(f"{url} has two tensors of one name, under different wrappers", "Save one of them.")
+        raise CheckpointError(f"{url} has duplicate tensor names, under different wrappers", "Save one of them.")
     return found
 
 

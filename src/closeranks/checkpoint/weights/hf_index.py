@@ -16,14 +16,14 @@ from closeranks.core.system.regular_file import read_bytes
 
 MAX_JSON_BYTES = 100 << 20
 """An index of a million tensors is smaller; a file that claims more is damaged or hostile."""
-_AGAIN = "Fetch the folder anew."
+_AGAIN = "Fetch the folder again."
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ``CheckpointError`` with one sentence if there is none."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is too large for what it should be", _AGAIN)
+            raise CheckpointError(f"{path} is implausibly large", _AGAIN)
         value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path.name} in {path.parent}", "Name a complete folder.") from None
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON", _AGAIN) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object", _AGAIN)
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object", _AGAIN)
     return value
 
 
@@ -48,10 +48,10 @@ def read_index(path: Path) -> Mapping[str, Path]:
 def _beside(index: Path, name: object) -> Path:
     """Symbolic links may point anywhere, as in the hub's own cache; file names may not leave the folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
-        what = f"{index} names the file {name!r}, which is none of its folder's"
-        raise CheckpointError(what, "Do not use this folder; fetch it anew.")
+        what = f"{index} names the file {name!r}, which is not in its folder"
+        raise CheckpointError(what, "Do not use this folder; fetch it again.")
     path = index.with_name(name)
     if not path.is_file():
-        what = f"{index.parent} is incomplete: {name}, which its index names, is not there"
+        what = f"{index.parent} is incomplete: {name}, which its index lists, is missing"
         raise CheckpointError(what, _AGAIN)
     return path

@@ -71,7 +71,7 @@ def plan_export(weights: Weights, names: Mapping[str, str], dtype: torch.dtype |
         stored = weights.dtype(source)
         kept = dtype if dtype is not None and stored.is_floating_point else stored
         if kept not in FORMAT_NAMES:
-            what = f"'{source}' is stored as {str(kept).removeprefix('torch.')}, which safetensors has no word for"
+            what = f"'{source}' is stored as {str(kept).removeprefix('torch.')}, which safetensors does not support"
             raise CheckpointError(what, "Export it in another format.")
         found.append(ExportTensor(name, source, tuple(weights.names()[source]), kept))
     return found

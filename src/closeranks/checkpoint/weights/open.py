@@ -16,9 +16,7 @@ from closeranks.core.errors import CheckpointError
 
 WeightsFormat = str
 OURS, SAFETENSORS, TORCH, DCP = "ours", "safetensors", "torch", "dcp"
-_KINDS = (
-    "a run or checkpoint of ours, a Hugging Face folder, a torch DCP folder, or a .safetensors, .pt, .pth or .bin file"
-)
+_KINDS = "a run or checkpoint, a Hugging Face folder, a torch DCP folder, or a .safetensors, .pt, .pth or .bin file"
 
 
 def open_weights(place: str) -> Weights:
@@ -35,7 +33,7 @@ def detect_format(place: str) -> WeightsFormat:
         raise CheckpointError(f"there is nothing at {place}", f"Name {_KINDS}.")
     kind = _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
     if kind is None:
-        what = f"{place} holds no weights that this program knows"
+        what = f"{place} holds no weights in a supported format"
         hint = " (a .safetensors file was expected)" if (path / "config.json").is_file() else ""
         raise CheckpointError(f"{what}{hint}", f"Name {_KINDS}.")
     return kind

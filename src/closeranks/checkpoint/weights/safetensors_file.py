@@ -127,7 +127,7 @@ class SafetensorsFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {error.strerror}", "Check the disk.") from error
             if not count:
-                raise CheckpointError(f"{self.path} is damaged: it ends too early", "Fetch it anew.")
+                raise CheckpointError(f"{self.path} is damaged: it ends too early", "Fetch it again.")
             position += count
 
 
@@ -137,7 +137,7 @@ def _read_header(path: Path) -> dict[str, SafetensorsEntry]:
             num_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or not 2 <= length <= min(MAX_JSON_BYTES, num_bytes - 8):
-                raise _damaged(path, "its header does not fit it")
+                raise _damaged(path, "its header does not match the file")
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "Check the file.") from error
@@ -146,7 +146,7 @@ def _read_header(path: Path) -> dict[str, SafetensorsEntry]:
         rows = {str(name): row for name, row in header.items() if name != "__metadata__"}
         found = {name: _stored(path, name, row, 8 + length) for name, row in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, "its header is none of a safetensors file") from error
+        raise _damaged(path, "its header is not that of a safetensors file") from error
     _check_extent(path, found, 8 + length, num_bytes)
     return found
 
@@ -155,13 +155,13 @@ def _stored(path: Path, name: str, row: Any, data_start: int) -> SafetensorsEntr
     begin, end = row["data_offsets"]
     shape = tuple(row["shape"])
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-        raise _damaged(path, f"'{name}' has no possible place in it")
+        raise _damaged(path, f"'{name}' has impossible offsets")
     if row["dtype"] not in FORMATS:
         what = f"'{name}' in {path} is stored as {row['dtype']!r}, a format this program does not read"
         raise CheckpointError(what, "Convert the weights to bfloat16 or float32.")
     dtype = FORMATS[row["dtype"]]
     if end - begin != prod(shape) * dtype.itemsize:
-        raise _damaged(path, f"'{name}' has not the bytes that its shape needs")
+        raise _damaged(path, f"'{name}' does not have the bytes that its shape needs")
     return SafetensorsEntry(dtype, shape, data_start + begin)
 
 
@@ -174,8 +174,8 @@ def _check_extent(path: Path, found: Mapping[str, SafetensorsEntry], data_start:
             raise _damaged(path, "its tensors overlap or leave holes")
         position += prod(stored.shape) * stored.dtype.itemsize
     if position != num_bytes:
-        raise _damaged(path, f"it has {num_bytes} bytes, and its header speaks of {position}")
+        raise _damaged(path, f"it has {num_bytes} bytes, but its header describes {position}")
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {why}", "Fetch it anew.")
+    return CheckpointError(f"{path} is damaged: {why}", "Fetch it again.")

@@ -54,9 +54,9 @@ def _indexed(index: Path) -> dict[str, SafetensorsFile]:
     for name, path in where.items():
         if name not in opened[path].tensors:
             what = f"{index} looks for '{name}' in {path.name}, which does not hold it"
-            raise CheckpointError(what, "Fetch the folder anew.")
+            raise CheckpointError(what, "Fetch the folder again.")
     for path, file in opened.items():
         odd = next((name for name in file.tensors if where.get(name) != path), None)
         if odd is not None:
-            raise CheckpointError(f"{path} holds '{odd}', which {index.name} does not say", "Fetch the folder anew.")
+            raise CheckpointError(f"{path} holds '{odd}', which {index.name} does not say", "Fetch the folder again.")
     return {name: opened[path] for name, path in where.items()}

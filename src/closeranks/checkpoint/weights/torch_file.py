@@ -62,16 +62,16 @@ def open_torch(place: Path) -> TorchFile:
     notes: list[str] = []
     for file in files:
         if not check_records(file):
-            notes.append(f"{file} was saved without checksums: damage within it would go unseen.")
+            notes.append(f"{file} was saved without checksums: damage within it would not be detected.")
         tensors, where = _state_dict(file, load_plain(file))
         notes += [f"The weights of {file} were found under '{where}'."] if where else []
         found |= tensors
     plain = plain_names(found)
     if len(set(plain.values())) < len(plain):
-        raise CheckpointError(f"{place} has two tensors of one name, under different wrappers", "Save one of them.")
+        raise CheckpointError(f"{place} has duplicate tensor names, under different wrappers", "Save one of them.")
     odd = next((name for name in plain if plain[name] != name), None)
     if odd is not None:
-        notes.append(f"Names of {place} were read without their wrappers: '{odd}' as '{plain[odd]}'.")
+        notes.append(f"Names of {place} were read without their wrapper prefixes: '{odd}' as '{plain[odd]}'.")
     return TorchFile(str(place), {plain[name]: tensor for name, tensor in found.items()}, tuple(notes))
 
 
@@ -96,7 +96,7 @@ def load_plain(path: Path) -> Any:
         what = f"{path} holds more than tensors and plain values{needs}, and nothing in it was executed"
         raise CheckpointError(what, "Save the weights alone: torch.save(model.state_dict(), path).") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged: torch cannot read it", "Fetch or save it anew.") from error
+        raise CheckpointError(f"{path} is damaged: torch cannot read it", "Fetch or save it again.") from error
 
 
 def check_records(path: Path) -> bool:
@@ -105,19 +105,19 @@ def check_records(path: Path) -> bool:
     try:
         with open_binary(path) as whole:
             if not zipfile.is_zipfile(whole):
-                raise CheckpointError(_no_zip(path), "Save the weights anew with torch.save of a current torch.")
+                raise CheckpointError(_no_zip(path), "Save the weights again with torch.save of a current PyTorch.")
         with open_binary(path) as whole, zipfile.ZipFile(whole) as archive:
             records = archive.infolist()
             if not any(record.CRC for record in records):
                 return False
             for record in records:
                 if record.compress_type != zipfile.ZIP_STORED:
-                    raise CheckpointError(f"{path} is no file of torch.save: it is compressed", "Save it anew.")
+                    raise CheckpointError(f"{path} is not a torch.save file: it is compressed", "Save it again.")
                 with archive.open(record) as file:
                     while file.read(_READ_BYTES):
                         pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: a checksum does not match", "Fetch or save it anew.") from error
+        raise CheckpointError(f"{path} is damaged: a checksum does not match", "Fetch or save it again.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "Check the file.") from error
     return True
@@ -128,7 +128,7 @@ def _no_zip(path: Path) -> str:
         is_pickle = file.read(1) == b"\x80"
     if is_pickle:
         return f"{path} is in the format torch used before 1.6, or a plain pickle, which can only be read whole"
-    return f"{path} is damaged, or no file of torch.save"
+    return f"{path} is damaged, or not a torch.save file"
 
 
 def _state_dict(path: Path, value: Any) -> tuple[dict[str, Tensor], str]:

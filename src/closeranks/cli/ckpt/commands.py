@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-HELP = """Look at the checkpoints of a run, prove that they are sound, and carry them elsewhere.
+HELP = """List, verify, compare, convert and prune the checkpoints of a run.
 
 \b
   closeranks ckpt ls runs/tiny                      what is there, and which one a resumed run takes
@@ -25,4 +25,4 @@ ckpt = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 def register(app: typer.Typer) -> None:
     for verb in VERBS:
         importlib.import_module(f"closeranks.cli.ckpt.{verb}").register(ckpt)
-    app.add_typer(ckpt, name="ckpt", short_help="Look at checkpoints, prove them, carry them elsewhere.")
+    app.add_typer(ckpt, name="ckpt", short_help="List, verify, compare, convert and prune checkpoints.")

@@ -11,7 +11,7 @@ import typer
 from closeranks.cli.ckpt.transfer_progress import local_path
 from closeranks.cli.terminal import safe_echo
 
-HELP = """Write weights in another format: a checkpoint of ours, a torch DCP folder, a torch or a safetensors file.
+HELP = """Write weights in another format: a closeranks checkpoint, a torch DCP folder, a torch or a safetensors file.
 
 \b
   closeranks ckpt convert runs/tiny tiny-dcp --to dcp              for torch.distributed.checkpoint.load
@@ -20,11 +20,11 @@ HELP = """Write weights in another format: a checkpoint of ours, a torch DCP fol
   closeranks ckpt convert old-dcp start --to closeranks            then: checkpoint.weights = "start"
 
 SOURCE is a run, its checkpoints folder or one checkpoint (or a URL of those), a torch DCP folder, a Hugging Face
-folder, or a .pt, .pth, .bin or .safetensors file. Weights alone are written, but for a checkpoint that goes to DCP:
-that takes the optimizer's memory along. For a folder that transformers loads, see export-hf. Every chunk of ours is
-checked on the way; OUT appears whole or not at all, and is never replaced.
+folder, or a .pt, .pth, .bin or .safetensors file. Only weights are written; a checkpoint converted to DCP
+also keeps the optimizer state. For a folder that transformers loads, see export-hf. Every chunk of a checkpoint is
+verified as it is read; OUT appears complete or not at all, and is never overwritten.
 
-Exit status: 0 written, 2 something needs your hand.
+Exit status: 0 written, 2 something needs fixing.
 """
 Format = Literal["closeranks", "dcp", "torch", "safetensors"]
 
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def convert(
     source: Annotated[str, typer.Argument(help="What to read.", metavar="SOURCE")],
-    out: Annotated[str, typer.Argument(help="What to write; must not be there yet.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="What to write; must not exist yet.", metavar="OUT")],
     to: Annotated[Format, typer.Option(help="The format of OUT.")],
 ) -> None:
     from closeranks.checkpoint.dcp.conversion import convert as carry_over
@@ -45,7 +45,7 @@ def convert(
         done = carry_over(source, place, to, on_total, on_bytes)
     for note in (*done.notes, *_ending(place.suffix, to)):
         safe_echo(f"note: {note}", err=True)
-    kind = "checkpoint of weights alone" if to == "closeranks" else to
+    kind = "checkpoint with weights only" if to == "closeranks" else to
     safe_echo(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
 
 

@@ -50,7 +50,7 @@ def diff(
     (one, first), (other, second) = pick_checkpoint(a), pick_checkpoint(b)
     found = [row for row in compare(first, second) if matches_patterns((row.section, row.key), patterns or [])]
     if not found:
-        raise CheckpointError(f"no tensor of {a} or {b} is named so", "`closeranks ckpt show` lists their names.")
+        raise CheckpointError(f"no tensor of {a} or {b} matches PATTERN", "`closeranks ckpt show` lists their names.")
     found.sort(key=lambda row: natural_sort_key((row.section, row.key)))
     apart = _measure(one, other, found) if values else {}
     trees = tree_differences(first.tree, second.tree)

@@ -15,8 +15,8 @@ HELP = """Write the weights of a run as a folder that transformers loads.
   closeranks ckpt export-hf runs/tiny tiny-hf
   closeranks ckpt export-hf runs/tiny/checkpoints/step-00000040 tiny-hf --dtype bfloat16 --shard-size 2GB
 
-The newest sound checkpoint is taken, or the one that is named. It is written tensor by tensor: memory for the model is
-not needed. The folder appears when it is whole.
+The newest sound checkpoint is exported, or the one that is named. It is written tensor by tensor: the model need not
+fit in memory. The folder appears when it is complete.
 """
 
 
@@ -35,9 +35,9 @@ def register(app: typer.Typer) -> None:
 
 def export_hf(
     run: Annotated[str, typer.Argument(help="A run, its checkpoints, one of them, or a URL of those.", metavar="RUN")],
-    out: Annotated[str, typer.Argument(help="The folder to make.", metavar="OUT")],
-    dtype: Annotated[ExportDtype | None, typer.Option(help="Numbers to write; as saved where left out.")] = None,
-    shard_size: Annotated[str, typer.Option(help="Of one file, at most.")] = "5GB",
+    out: Annotated[str, typer.Argument(help="The folder to create.", metavar="OUT")],
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Dtype to write; default: as saved.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Maximum size of one file.")] = "5GB",
 ) -> None:
     shard_bytes, folder = parse_size(shard_size), local_path(out)
     from closeranks.run.huggingface.convert import export_hf as export

@@ -8,24 +8,24 @@ import typer
 
 from closeranks.cli.ckpt.transfer_progress import local_path, print_result, transfer_bar
 
-HELP = """Make a checkpoint of ours, and a job for it, from a Llama in Hugging Face's format.
+HELP = """Create a closeranks checkpoint, and a job for it, from a Llama in Hugging Face's format.
 
 \b
   closeranks ckpt import-hf Llama-3.2-1B runs/llama
   closeranks train runs/llama/job.toml -n 4 layout.zero=3
 
 Takes a folder with config.json and .safetensors or .bin files, or a .pt file with config.json beside it. To start a job
-from such a folder once, checkpoint.weights=FOLDER does without this step.
+from such a folder once, set checkpoint.weights=FOLDER instead.
 """
 
 
 def register(app: typer.Typer) -> None:
-    app.command("import-hf", help=HELP, short_help="Make a checkpoint of published weights.")(import_hf)
+    app.command("import-hf", help=HELP, short_help="Create a checkpoint from Hugging Face weights.")(import_hf)
 
 
 def import_hf(
     folder: Annotated[str, typer.Argument(help="The folder, or the file with weights.", metavar="HF_FOLDER")],
-    out: Annotated[str, typer.Argument(help="The run folder to make.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The run folder to create.", metavar="OUT")],
 ) -> None:
     from closeranks.run.huggingface.convert import import_hf as take
 

@@ -19,12 +19,12 @@ HELP = """List the checkpoints of a run, newest first; a star marks the one that
   closeranks ckpt ls runs/tiny --json
 
 Reads manifests only: `closeranks ckpt verify` reads the bytes. "own" is what the checkpoint itself occupies; "refs"
-says that the rest lies in earlier ones. States:
+means that the rest is in earlier ones. States:
 
 \b
   certified    read back from the medium and sealed
   damaged      its manifest is torn or changed
-  unfinished   it has no manifest: the save was cut short, or still goes on
+  unfinished   it has no manifest: the save was interrupted, or is still running
   suspect      sealed, but not the one that `latest` was written for; tried last
   serving      removed, but others need its files
 

@@ -24,8 +24,8 @@ HELP = """Say how often a job should save, from how often it fails and what a sa
   closeranks ckpt policy --jobs 16 --remote-bandwidth 2GB/s --picture policy.png
   closeranks ckpt policy --mtbf 11min --json > policy.json
 
-It prints the interval for each place, the work lost per failure, the share of time lost against other habits, what is
-written and kept, what many jobs on one store do to each other, and a [checkpoint] table to paste into the job. The
+It prints the interval for each place, the work lost per failure, the share of time lost against other policies, what is
+written and kept, the slowdown when many jobs share one store, and a [checkpoint] table to paste into the job. The
 picture shows the same. Without options: a job of 24 hours on preemptible machines that fails every 3 hours.
 """
 
@@ -39,30 +39,30 @@ def register(app: typer.Typer) -> None:
 
 
 def policy(
-    mtbf: Annotated[str, typer.Option(help="Between failures of the job, like 90min.  [default: 3h]")] = "",
-    ranks: Annotated[int, typer.Option(min=0, help="Without --mtbf: as a fleet's jobs of so many ranks fail.")] = 0,
-    save_cost: Annotated[str, typer.Option(help="Training stands so long for a save.  [default: 0.05s]")] = "",
+    mtbf: Annotated[str, typer.Option(help="Mean time between failures of the job, like 90min.  [default: 3h]")] = "",
+    ranks: Annotated[int, typer.Option(min=0, help="Without --mtbf: estimate it for this many ranks.")] = 0,
+    save_cost: Annotated[str, typer.Option(help="How long a save stalls training.  [default: 0.05s]")] = "",
     durable: Annotated[
-        str, typer.Option(help="Until a save counts on the nearest disk.  [default: from --bandwidth]")
+        str, typer.Option(help="Until a save is durable on the nearest disk.  [default: from --bandwidth]")
     ] = "",
-    restart: Annotated[str, typer.Option(help="From a failure until training goes on.  [default: 60s]")] = "",
-    step: Annotated[str, typer.Option(help="One training step.  [default: 1s]")] = "",
+    restart: Annotated[str, typer.Option(help="From a failure until training resumes.  [default: 60s]")] = "",
+    step: Annotated[str, typer.Option(help="Duration of one training step.  [default: 1s]")] = "",
     state: Annotated[str, typer.Option(help="Size of the whole state.  [default: 14GB]")] = "",
-    bandwidth: Annotated[str, typer.Option(help="Of the nearest disk.  [default: 1.5GB/s]")] = "",
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of the nearest disk.  [default: 1.5GB/s]")] = "",
     remote_bandwidth: Annotated[
-        str, typer.Option(help="Of the store all jobs share; 0B: none.  [default: 0.5GB/s]")
+        str, typer.Option(help="Bandwidth of the store that all jobs share; 0B: none.  [default: 0.5GB/s]")
     ] = "",
-    price: Annotated[float, typer.Option(min=0, help="Of the store, per GB and month.")] = 0.023,
-    jobs: Annotated[int, typer.Option(min=1, help="Like this one, that share the store.")] = 1,
-    length: Annotated[str, typer.Option(help="Work to be done.")] = "24h",
+    price: Annotated[float, typer.Option(min=0, help="Price of the store per GB and month.")] = 0.023,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of such jobs that share the store.")] = 1,
+    length: Annotated[str, typer.Option(help="Training time without failures and saves.")] = "24h",
     machine_loss: Annotated[
         float, typer.Option(min=0, max=1, help="Share of failures that take the local disk with them.")
     ] = 0.25,
-    drag: Annotated[float, typer.Option(min=0, max=1, help="Share of speed lost while a save's bytes move.")] = 0.01,
-    keep: Annotated[int, typer.Option(min=2, help="Checkpoints that stay in each place.")] = 3,
-    preemptible: Annotated[bool, typer.Option("--preemptible/--on-demand", help="Machines that may be taken.")] = True,
-    run: Annotated[Path | None, typer.Option(help="Take costs that this run measured.", metavar="RUN")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG, too.", metavar="OUT.png")] = None,
+    drag: Annotated[float, typer.Option(min=0, max=1, help="Share of speed lost while a save is written.")] = 0.01,
+    keep: Annotated[int, typer.Option(min=2, help="Checkpoints kept in each place.")] = 3,
+    preemptible: Annotated[bool, typer.Option("--preemptible/--on-demand", help="Machines can be preempted.")] = True,
+    run: Annotated[Path | None, typer.Option(help="Use the costs that this run measured.", metavar="RUN")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw it into this PNG.", metavar="OUT.png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     from closeranks.cli.pictures import check_picture, drawing
@@ -196,7 +196,7 @@ def _seconds(option: str, text: str) -> float:
     try:
         return seconds_of(text)
     except ValueError:
-        raise _refusal(option, text, "is no span of time", "90s, 10min or 3h") from None
+        raise _refusal(option, text, "is not a duration", "90s, 10min or 3h") from None
 
 
 def _bytes(option: str, text: str) -> float:
@@ -205,13 +205,13 @@ def _bytes(option: str, text: str) -> float:
     try:
         return bytes_of(text.strip().upper().removesuffix("/S"))
     except ValueError:
-        raise _refusal(option, text, "is no number of bytes", "14GB, 512MiB or 1.5GB/s") from None
+        raise _refusal(option, text, "is not a number of bytes", "14GB, 512MiB or 1.5GB/s") from None
 
 
 def _positive(option: str, text: str) -> float:
     found = _bytes(option, text)
     if not found:
-        raise _refusal(option, text, "is nothing at all", "14GB or 1.5GB/s")
+        raise _refusal(option, text, "must be above 0", "14GB or 1.5GB/s")
     return found
 
 

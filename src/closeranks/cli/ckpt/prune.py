@@ -21,8 +21,8 @@ HELP = """Remove the checkpoints of a run that nobody needs any more, and what f
   closeranks ckpt prune runs/tiny --keep-last 5 --keep-every 1000
   closeranks ckpt prune s3://bucket/run --keep-last 2 --keep-best 3
 
-The newest two always stay, and so does every file that a checkpoint which stays refers to. Nothing is asked: see what
-would go with --dry-run first. Refused while a run saves there. Exit status: 0 done, 2 something needs your hand.
+The newest two always stay, and so does every file that a checkpoint which stays refers to. There is no prompt: see what
+would be removed with --dry-run first. Refused while a run saves there. Exit status: 0 done, 2 something needs fixing.
 """
 
 
@@ -35,7 +35,7 @@ def prune(
     keep_last: Annotated[int, typer.Option(min=2, help="How many of the newest stay.")] = 3,
     keep_every: Annotated[int, typer.Option(min=0, help="Those stay whose step is a multiple of this; 0: none.")] = 0,
     keep_best: Annotated[int, typer.Option(min=0, help="How many of the best by evaluated loss stay.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
     from closeranks.checkpoint.save.retention import RetentionPolicy
     from closeranks.core.errors import CheckpointError
@@ -47,7 +47,7 @@ def prune(
         raise CheckpointError(f"{run} cannot be pruned now: {error}") from error
     except StorageError as error:
         raise CheckpointError(
-            f"{run} could not be pruned: {error}", "What went is gone for good; try again."
+            f"{run} could not be pruned: {error}", "What was removed is gone for good; try again."
         ) from error
 
 
@@ -102,7 +102,7 @@ def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalP
         if folder.name in what.checkpoints:
             why = "checkpoint" if folder.name in what.folders else "checkpoint; others still need files of it"
         else:
-            why = "of no use to any checkpoint"
+            why = "not used by any checkpoint"
         if mine or folder.name in what.folders:
             found.append(PrunedFolder(folder.name, why, sum(storage.size(name) for name in mine)))
     return found

@@ -17,7 +17,7 @@ HELP = """Show what a checkpoint holds: every value of its tree, every tensor wi
   closeranks ckpt show runs/tiny/checkpoints/step-00000040 "model/*.weight"
   closeranks ckpt show runs/tiny "*exp_avg*" --json
 
-Of a run, the checkpoint that it would resume from. The digest does not depend on the layout that saved the tensor.
+For a run: the checkpoint that it would resume from. The digest does not depend on the layout that saved the tensor.
 Reads the manifest only: `closeranks ckpt verify` reads the bytes.
 """
 
@@ -43,7 +43,7 @@ def show(
     found, manifest = pick_checkpoint(place)
     tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches_patterns(name, patterns or [])}
     if patterns and not tensors:
-        raise CheckpointError(f"no tensor of {found.path} is named so", "Without a pattern, all are listed.")
+        raise CheckpointError(f"no tensor of {found.path} matches PATTERN", "Without a pattern, all are listed.")
     tensors = dict(sorted(tensors.items(), key=lambda item: natural_sort_key(item[0])))
     if as_json:
         rows = [_row(*name, one) for name, one in tensors.items()]

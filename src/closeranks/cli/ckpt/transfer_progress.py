@@ -58,16 +58,16 @@ def parse_size(text: str) -> int:
     try:
         num_bytes = int(bytes_of(text))
     except ValueError:
-        raise UserError(f"--shard-size: '{text}' is no size", "Write it like 5GB or 500MB.") from None
+        raise UserError(f"--shard-size: '{text}' is not a size", "Write it like 5GB or 500MB.") from None
     if num_bytes < 1:
-        raise UserError(f"--shard-size: '{text}' has no room for anything", "Write it like 5GB or 500MB.")
+        raise UserError(f"--shard-size: '{text}' is less than one byte", "Write it like 5GB or 500MB.")
     return num_bytes
 
 
 def local_path(text: str) -> Path:
     """Where to write: ``Path`` would make a folder ``s3:`` of a URL."""
     if "://" in text and not text.startswith("file://"):
-        raise UserError(f"{text} is no path on this machine", "Write to a folder here, and copy it from there.")
+        raise UserError(f"{text} is not a local path", "Write to a local folder, and copy it from there.")
     return Path(text.removeprefix("file://"))
 
 

@@ -64,7 +64,7 @@ def verify(
         safe_echo(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
         sound = [found.name for found in catalogue if found.manifest is not None and found.name not in wrong]
         if wrong and sound:
-            safe_echo(f"The newest sound one is {sound[0]}: a run that resumes passes over the damaged.")
+            safe_echo(f"The newest sound one is {sound[0]}: a run that resumes skips damaged ones.")
     if damage:
         raise typer.Exit(1)
 

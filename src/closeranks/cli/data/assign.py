@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from closeranks.cli.data.job_data import JobData
     from closeranks.cli.data.rank_samples import RankSamples
 
-HELP = """Show which data rank reads which samples at a step, and what changes when a run goes on with other workers.
+HELP = """Show which data rank reads which samples at a step, and what changes with another number of workers.
 
 \b
   closeranks data assign -n 8                        job.toml in this folder, its first step
@@ -19,7 +19,7 @@ HELP = """Show which data rank reads which samples at a step, and what changes w
   closeranks data assign -n 8 -n 3 job.toml --step 40        resumed by three: the same samples, other ranks
   closeranks data assign -n 4 job.toml train.global_batch=12 --json
 
-Positions count all samples that the run reads, from 0; the sample that stands at a position follows from the job alone,
+Positions count all samples that the run reads, from 0; which sample is at a position depends on the job alone,
 so a step has the same samples for any number of workers and after any resume. Steps count from 1, as in `train`. Ranks
 that hold parts of one model (tensor, pipeline) read the same samples and are one data rank.
 """
@@ -28,7 +28,7 @@ _LISTED = 12
 
 
 def register(app: typer.Typer) -> None:
-    app.command("assign", help=HELP, short_help="Show who reads what at a step.")(assign)
+    app.command("assign", help=HELP, short_help="Show which rank reads which samples at a step.")(assign)
 
 
 def assign(

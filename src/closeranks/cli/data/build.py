@@ -26,10 +26,10 @@ def parse_size(text: str, option: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise UserError(f"{option} {text} is no size", "Write it as 256MB, 64MiB or 1.5GB.")
+        raise UserError(f"{option} {text} is not a size", "Write it as 256MB, 64MiB or 1.5GB.")
     num_bytes = int(float(found[1]) * unit)
     if num_bytes < 1:
-        raise UserError(f"{option} {text} is nothing at all", "Write it as 256MB, 64MiB or 1.5GB.")
+        raise UserError(f"{option} {text} must be above 0", "Write it as 256MB, 64MiB or 1.5GB.")
     return num_bytes
 
 
@@ -43,19 +43,19 @@ HELP = """Turn text, JSONL, Parquet, tar, or folders of them into shards that tr
   closeranks data build photos/ train.tar.gz --out shards --kind records
 
 INPUT is a file, a folder or a URL of those: text, JSONL (also .gz and .zst), Parquet, Arrow and Hugging Face data sets,
-tar (also .tar.gz), MDS, TFRecord, image folders. A folder is what most of its bytes are; what is left out is told.
+tar (also .tar.gz), MDS, TFRecord, image folders. A folder has the format of most of its bytes; others are reported.
 
-Tokens: bytes (a vocabulary of 256) or the tokenizer.json of a Hugging Face model. --eos auto puts the file's
-end-of-document token behind every document, where it has one; bytes have none. Special tokens that the tokenizer would
+Tokens: bytes (a vocabulary of 256) or the tokenizer.json of a Hugging Face model. --eos auto appends the file's
+end-of-document token to every document, if it has one; bytes have none. Special tokens that the tokenizer would
 put around a text are left out, and texts of more than 4 million characters are encoded in pieces, cut after a line.
 Records: all fields as they are; images stay encoded.
 
-The shards are the same to the byte for any number of processes. A build that was killed goes on from its finished
-shards when the same command is given again; changed inputs or settings need --overwrite. A record that cannot be used
-stops the build and is named; with --on-bad skip it is left out, counted and written down in dataset.json.
+The shards are the same to the byte for any number of processes. A build that was killed resumes from its finished
+shards when the same command is run again; changed inputs or settings need --overwrite. A record that cannot be used
+stops the build and is named; with --on-bad skip it is left out, counted and listed in dataset.json.
 
 Then train on it:   [data]   name = "tokens"   path = "shards"   (or name = "records").
-Exit status: 0 built, 1 a process of the build was lost, 2 something needs your hand.
+Exit status: 0 built, 1 a process of the build was lost, 2 something needs fixing.
 """
 
 
@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
 
 def build(
     inputs: Annotated[list[str], typer.Argument(help="Files, folders or URLs, in this order.", metavar="INPUT...")],
-    out: Annotated[str, typer.Option(help="Folder for the shards; new, empty, or of the same build.")],
+    out: Annotated[str, typer.Option(help="Folder for the shards; new, empty, or from the same build.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a tokenizer.json.")] = "bytes",
     kind: Annotated[Literal["tokens", "records"], typer.Option(help="What the shards hold.")] = "tokens",
     field: Annotated[
@@ -76,15 +76,15 @@ def build(
         Literal["file", "line"], typer.Option(help="A document of a text file: the whole file, or each line.")
     ] = "file",
     shard_size: Annotated[
-        str, typer.Option(help="About how large a shard becomes; each is built by one process in one go.")
+        str, typer.Option(help="Approximate size of a shard; each is built by one process in one go.")
     ] = "256MB",
     processes: Annotated[int, typer.Option(min=0, help="Processes that build; 0: one per core.")] = 0,
-    format_: Annotated[str, typer.Option("--format", help="What the inputs are, where names do not say it.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="Format of the inputs, if names do not show it.")] = "",
     on_bad: Annotated[Literal["stop", "skip"], typer.Option(help="What to do with a record that cannot be used.")] = (
         "stop"
     ),
     resume: Annotated[
-        bool, typer.Option("--resume/--overwrite", help="Go on with a build that was cut short, or build anew.")
+        bool, typer.Option("--resume/--overwrite", help="Resume an interrupted build, or start over.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON, for programs.")] = False,
 ) -> None:
@@ -94,7 +94,7 @@ def build(
     from closeranks.data.building.build import BuildRequest, build_shards
 
     if "://" in out or not out.strip():
-        raise DataError(f"--out '{out}' names no folder of this host", "Build into one, and copy that.")
+        raise DataError(f"--out '{out}' is not a folder on this host", "Build into a local folder, and copy it.")
     request = BuildRequest(
         inputs=tuple(inputs),
         out=Path(out).expanduser(),

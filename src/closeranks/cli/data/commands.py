@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-HELP = """Make data ready for training, prove that it is sound, and see what a run will read.
+HELP = """Prepare and verify training data, and see what a run will read.
 
 \b
   closeranks data build books/ --out books-shards             text, byte by byte, in shards
@@ -17,7 +17,7 @@ HELP = """Make data ready for training, prove that it is sound, and see what a r
   closeranks data assign -n 8 -n 3 job.toml --step 40         who reads what at a step, before and after a resize
 
 Training reads shards, and WebDataset tars, Parquet, Arrow, JSONL, Megatron, MDS, TFRecord, image folders and NumPy
-files where they lie; `build` is for raw text, for tokenizing once instead of in every run, and for compressed files.
+files in place; `build` is for raw text, for tokenizing once instead of in every run, and for compressed files.
 """
 VERBS = ("build", "verify", "stats", "show", "assign")
 
@@ -27,4 +27,4 @@ data = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 def register(app: typer.Typer) -> None:
     for verb in VERBS:
         importlib.import_module(f"closeranks.cli.data.{verb}").register(data)
-    app.add_typer(data, name="data", short_help="Make data ready for training, prove it, look at it.")
+    app.add_typer(data, name="data", short_help="Prepare, verify and inspect training data.")

@@ -76,7 +76,7 @@ def check_dataset(path: str, format: str, on_progress: OnProgress) -> DatasetChe
     assert opened.records is not None
     records = _Looked(opened.records)
     findings = tuple(records.findings(on_progress))
-    how_far = "decoded" if find_spec("PIL") else "looked at, and none decoded without Pillow"
+    how_far = "decoded" if find_spec("PIL") else "looked at, none decoded (Pillow is not installed)"
     images = f", {records.num_images:,} images {how_far}" if records.num_images else ""
     return DatasetCheck(what, f"every record read{images}; {_CARRIED[opened.format]}", findings)
 

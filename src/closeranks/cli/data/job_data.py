@@ -69,7 +69,7 @@ def parse_arguments(words: Sequence[str], folder: Path) -> DataArguments:
         return DataArguments(words[0], tuple(words[1:]))
     if not (folder / DEFAULT).is_file():
         what = f"no job was named, and there is no {DEFAULT} in this folder"
-        raise UserError(what, "Name a job file, or the path of a data set where the verb takes one.")
+        raise UserError(what, "Name a job file, or the path of a data set where the command takes one.")
     return DataArguments(DEFAULT, tuple(words))
 
 

@@ -54,7 +54,7 @@ def compare_assignments(one: Sequence[RankSamples], other: Sequence[RankSamples]
     ranks, others = _readers(one), _readers(other)
     if ranks.keys() != others.keys():
         gone = sorted(set(ranks) ^ set(others))
-        return f"Positions {gone} are read by one of them alone: that must not be."
+        return f"Positions {gone} are read by only one of them: that is a bug."
     moved = sum(ranks[position] != others[position] for position in ranks)
     return (
         f"{len(one)} and {len(other)} data ranks read the same {len(ranks)} positions with the same samples, each "

@@ -98,8 +98,8 @@ def sample_of_path(words: DataArguments, number: int, format_: str) -> SampleTex
     from closeranks.cli.data.stored_data import open_path
 
     if words.overrides:
-        what = f"'{words.overrides[0]}' changes a job, and '{words.place}' is none"
-        raise UserError(what, "Values can be changed in a job file (.toml) alone.")
+        what = f"'{words.overrides[0]}' changes a value of a job, but '{words.place}' is not a job"
+        raise UserError(what, "Values can be changed only in a job file (.toml).")
     opened = open_path(words.place, format_)
     if number >= opened.num_samples:
         what = f"'{words.place}' holds {opened.num_samples:,} {opened.noun}, and number {number:,} was asked for"

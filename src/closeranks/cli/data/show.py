@@ -18,9 +18,9 @@ HELP = """Show the sample that a run reads at a position, or the n-th sample of 
   closeranks data show 123 shards/ --tokenizer tokenizer.json
   closeranks data show 0 photos/ --save out/            images and other fields as files
 
-Positions count all samples that a run reads, from 0, over all epochs; which sample stands there follows from the job
-alone, whatever the number of workers. Tells the sample's number, its epoch, the step that reads it (counted from 1, as
-`train` does), where it lies and what it holds: tokens as text where they are bytes or a tokenizer is given, images by
+Positions count all samples that a run reads, from 0, over all epochs; which sample is there depends on the job
+alone, not on the number of workers. Shows the sample's number, its epoch, the step that reads it (counted from 1, as
+`train` does), where it is and what it holds: tokens as text where they are bytes or a tokenizer is given, images by
 their size, numbers summarised.
 """
 
@@ -42,7 +42,7 @@ def show(
         None
     ),
     length: Annotated[int, typer.Option(min=1, help="Characters or ids to print of a field.")] = 600,
-    format_: Annotated[str, typer.Option("--format", help="What PATH is, where names do not say it.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="Format of PATH, if names do not show it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     import json

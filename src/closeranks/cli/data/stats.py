@@ -23,7 +23,7 @@ HELP = """Count a data set: documents or records, tokens, lengths, exact duplica
 
 Lengths are tokens of a document, or bytes of a record; median and p95 are exact up to 65,535 and within one percent
 beyond. Duplicates are documents that equal an earlier one to the byte, by a BLAKE3 digest of 128 bits; a record's own
-key is not compared. Beyond --limit documents an even sample of contents is kept, and that is said. With --seq-len: how
+key is not compared. Beyond --limit documents an even sample of contents is kept, which is reported. With --seq-len: how
 many samples there are, and how full rows of whole documents become (data.packing = "documents").
 
 Exit status: 0 all was read, 1 some records could not be, 2 nothing to count.
@@ -47,9 +47,9 @@ def stats(
     picture: Annotated[Path | None, typer.Option(help="Draw the lengths into this PNG.", metavar="OUT.png")] = None,
     limit: Annotated[int, typer.Option(min=2, help="Digests kept to find duplicates, of 16 bytes each.")] = 8 << 20,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Tokens by the index alone: no duplicates, no coverage.")
+        bool, typer.Option("--fast", help="Count tokens by the index alone: no duplicates, no coverage.")
     ] = False,
-    format_: Annotated[str, typer.Option("--format", help="What PATH is, where names do not say it.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="Format of PATH, if names do not show it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     import json

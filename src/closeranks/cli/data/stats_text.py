@@ -118,8 +118,8 @@ def _opened(words: Sequence[str], wish: StatsOptions) -> Iterator[StoredData]:
         yield from open_config(resolve_paths(load_job(path, place.overrides).value, path).data)
         return
     if place.overrides:
-        what = f"'{place.overrides[0]}' changes a job, and '{place.place}' is none"
-        raise UserError(what, "Values can be changed in a job file (.toml) alone.")
+        what = f"'{place.overrides[0]}' changes a value of a job, but '{place.place}' is not a job"
+        raise UserError(what, "Values can be changed only in a job file (.toml).")
     yield open_path(place.place, wish.format)
 
 

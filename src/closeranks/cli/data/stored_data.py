@@ -116,5 +116,5 @@ def _tables(config: DataConfig, name: str) -> Iterator[tuple[str, TokensConfig |
     for key, table in parts.items():
         if not isinstance(table, TokensConfig | RecordsConfig):
             what = f"data '{table.name}' of the job is not stored as tokens or records"
-            raise DataError(what, "Count data that is: name = 'tokens' or 'records', or a path.")
+            raise DataError(what, "Use data with name = 'tokens' or 'records', or give a path.")
         yield key, table

@@ -18,10 +18,10 @@ HELP = """Read all of a data set and name what is damaged: file, block, offset, 
   closeranks data verify photos.tar
 
 Shards: every byte is compared with the checksums written when they were built. Other formats: every record is read, and
-compared with the checksums that the format carries, if any, and every image is decoded; what is neither can be damaged
+compared with the checksums that the format carries, if any, and every image is decoded; the rest can be damaged
 without a trace.
 
-Exit status: 0 all is sound, 1 damage was found, 2 it cannot be read, or is no data set.
+Exit status: 0 all is sound, 1 damage was found, 2 it cannot be read, or is not a data set.
 """
 _LISTED = 50
 
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     path: Annotated[str, typer.Argument(help="A data set: a file, a folder, or a URL of those.", metavar="PATH")],
-    format_: Annotated[str, typer.Option("--format", help="What PATH is, where names do not say it.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="Format of PATH, if names do not show it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, for programs.")] = False,
 ) -> None:
     import json

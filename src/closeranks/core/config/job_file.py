@@ -55,7 +55,7 @@ def _read_bounded(path: Path) -> bytes:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise _UnfitError("is no file but a device")
+            raise _UnfitError("is a device, not a file")
         return _read_all(fd, is_pipe=stat.S_ISFIFO(mode))
     finally:
         os.close(fd)

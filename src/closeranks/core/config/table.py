@@ -42,7 +42,7 @@ def _check_text(value: Any) -> None:
     """Tables of the user's own, such as a model's arguments, are the user's."""
     if isinstance(value, str) and (found := _CONTROLS.search(value)):
         name = "a NUL" if found[0] == "\0" else f"the control character {found[0]!r}"
-        raise ValueError(f"it holds {name}, which no path and no name may. Leave it out")
+        raise ValueError(f"it holds {name}, which paths and names cannot contain. Remove it")
     if isinstance(value, tuple):
         for child in value:
             _check_text(child)

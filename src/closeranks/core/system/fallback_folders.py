@@ -34,5 +34,5 @@ def fallback_folders(run: Path, num_bytes: int) -> Iterator[Path]:
 
 def resume_advice(place: Path) -> str:
     """What to do with a state that lies there."""
-    passing = " It does not outlive this machine: copy it to a disk." if str(place).startswith(_MEMORY) else ""
-    return f"Go on with checkpoint.resume={place}.{passing}"
+    passing = " It is in memory and lost at a reboot: copy it to a disk." if str(place).startswith(_MEMORY) else ""
+    return f"Resume via checkpoint.resume={place}.{passing}"

@@ -21,7 +21,7 @@ def interface_of(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise SetupError(f"the host '{host}' is not known here ({error.strerror})", _FIX) from None
+        raise SetupError(f"the host '{host}' does not resolve ({error.strerror})", _FIX) from None
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
     if all(address == "::1" or address.startswith("127.") for address in addresses):
         return "lo"

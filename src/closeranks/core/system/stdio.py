@@ -87,7 +87,7 @@ class StandardStream(io.RawIOBase):
         return bool(poller.poll(left_ms))
 
     def _tell_missed(self) -> None:
-        text = f"\n[{self._num_missed} bytes were not shown: nobody read them; the run's logs have them]\n".encode()
+        text = f"\n[{self._num_missed} bytes were not shown: nobody read them; they are in the run's logs]\n".encode()
         self._write_all(memoryview(text))
         self._num_missed = 0
 
@@ -99,7 +99,7 @@ class StandardStream(io.RawIOBase):
             return
         if error.errno in _GONE:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
-        fix = "Make room, or write somewhere else."
+        fix = "Free some space, or write somewhere else."
         raise SetupError(f"{self.name.strip('<>')} cannot be written ({error.strerror})", fix) from error
 
 

@@ -97,7 +97,7 @@ def _looked_at(request: BuildRequest, indexes: Path, reporter: BuildReporter) ->
     try:
         return make_build_spec(request.inputs, settings_of(request), request.out, str(indexes), reporter.on_remark)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted before anything was built", "Give the same command again.") from None
+        raise Interrupted("interrupted before anything was built", "Run the same command again.") from None
 
 
 def settings_of(request: BuildRequest) -> BuildSettings:
@@ -147,7 +147,7 @@ def _build_parts(
     total, rest = blueprint.input_bytes, sum(_input_bytes(blueprint, index) for index in todo)
     reporter.on_total(total, total - rest)
     if done:
-        reporter.on_remark(f"going on: {len(done):,} of {len(blueprint.parts):,} parts are done")
+        reporter.on_remark(f"resuming: {len(done):,} of {len(blueprint.parts):,} parts are done")
 
     def on_part(part: PartDone) -> None:
         journal.record_part(part)
@@ -157,7 +157,7 @@ def _build_parts(
         build_parts(blueprint, todo, request.num_processes or num_cores(), reporter.on_bytes, on_part)
     except KeyboardInterrupt:
         what = f"interrupted: {len(done):,} of {len(blueprint.parts):,} parts are built"
-        raise Interrupted(what, "The same command goes on from there.") from None
+        raise Interrupted(what, "Run the same command again to continue.") from None
     return rest
 
 

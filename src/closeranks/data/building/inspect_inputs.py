@@ -124,4 +124,4 @@ def _quiet(num_bytes: int) -> None:
 def _advice(given: BuildInput, settings: BuildSettings) -> str:
     if settings.kind == "tokens" and given.kind != TEXT:
         return "Name the field that holds the text with --field, or keep records as they are with --kind records."
-    return "Mend or remove it, say what it is with --format, or leave such records out with --on-bad skip."
+    return "Fix or remove it, say what it is with --format, or leave such records out with --on-bad skip."

@@ -31,8 +31,8 @@ _VERSION = 1
 
 PART_WRITTEN = declare_failpoint("build.part_written", "a part's shards are finished; its document is not written")
 PART_NOTED = declare_failpoint("build.part_noted", "a part's document is written")
-PARTS_DONE = declare_failpoint("build.parts_done", "all parts are done; the data set is not described")
-DESCRIBED = declare_failpoint("build.described", "the data set is described; traces of the build are still there")
+PARTS_DONE = declare_failpoint("build.parts_done", "all parts are done; dataset.json is not written")
+DESCRIBED = declare_failpoint("build.described", "dataset.json is written; temporary files of the build remain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def decide(standing: OutputFolderState, out: str, is_overwriting: bool) -> Liter
     if is_overwriting or standing.state == "new":
         return "fresh"
     if standing.state == "other":
-        fix = "Give --overwrite to build anew, or name another folder."
+        fix = "Use --overwrite to rebuild, or name another folder."
         raise DataError(f"'{out}' holds another build: {standing.what}", fix)
     return "resume" if standing.state == "ours" else "done"
 
@@ -105,7 +105,7 @@ class BuildJournal:
         try:
             LocalStorage(self.folder).publish(name, seal("build", body, _VERSION), replace=True)
         except StorageError as error:
-            raise SetupError(str(error).rstrip("."), "Mend that, and give the same command again.") from error
+            raise SetupError(str(error).rstrip("."), "Fix that, and run the same command again.") from error
 
     def _document(self, name: str) -> Any:
         try:
@@ -121,7 +121,7 @@ class BuildJournal:
             handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             what = f"'{self.out}' cannot be written: {error.strerror}"
-            raise SetupError(what, "Name another folder, or mend its permissions.") from error
+            raise SetupError(what, "Name another folder, or fix its permissions.") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

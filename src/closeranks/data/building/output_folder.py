@@ -28,7 +28,7 @@ def output_folder_state(blueprint: BuildSpec) -> OutputFolderState:
     plan = BuildJournal(out).saved_identity()
     if plan is None:
         return (
-            OutputFolderState("other", "shards without the plan they were built by")
+            OutputFolderState("other", "shards without their build plan")
             if names - {FOLDER}
             else OutputFolderState("new")
         )

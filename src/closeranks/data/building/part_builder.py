@@ -107,7 +107,7 @@ class PartBuilder:
         skipped = SkippedRecord(item.file, item.offset, item.unit, reason)
         if self._blueprint.settings.on_bad == "stop":
             raise BadRecordError(
-                str(skipped), "Mend or remove it, or leave such records out with --on-bad skip --overwrite."
+                str(skipped), "Fix or remove it, or leave such records out with --on-bad skip --overwrite."
             )
         tally.skip(skipped)
 

@@ -139,7 +139,7 @@ def open_encoder(spec: EncoderSpec) -> TokenEncoder:
     data = _read(Path(spec.tokenizer))
     if blake3(data).hexdigest(length=16) != spec.digest:
         what = f"the tokenizer file '{spec.tokenizer}' has changed since the build began"
-        raise DataError(what, "Put it back, or build anew with --overwrite.")
+        raise DataError(what, "Put it back, or rebuild with --overwrite.")
     return TokenizerEncoder(_parse(data, Path(spec.tokenizer)), spec.eos)
 
 
@@ -157,7 +157,7 @@ def find_eos(tokenizer: Any) -> int | None:
 
 def _asked_eos(eos: str, vocab_size: int) -> int:
     if not eos.isdecimal():
-        raise DataError(f"--eos {eos} is no token id", "Give a number, 'auto' or 'none'.")
+        raise DataError(f"--eos {eos} is not a token id", "Give a number, 'auto' or 'none'.")
     if int(eos) >= vocab_size:
         raise DataError(f"--eos {eos} lies outside the vocabulary of {vocab_size}", f"Give 0 to {vocab_size - 1}.")
     return int(eos)

@@ -73,10 +73,10 @@ def _done(builder: PartBuilder, index: int, blueprint: BuildSpec) -> tuple[str, 
 
 def disk_error(error: OSError, blueprint: BuildSpec) -> CloseranksError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        fix = "Make room, and give the same command again: it goes on from the shards that are finished."
-        return SetupError(f"no room is left for '{blueprint.out}' ({error.strerror})", fix)
+        fix = "Free some space, and run the same command again: it continues from the finished shards."
+        return SetupError(f"no space is left for '{blueprint.out}' ({error.strerror})", fix)
     where = f" '{error.filename}'" if error.filename else ""
-    return SetupError(f"reading or writing{where} failed: {error.strerror or error}", "Give the same command again.")
+    return SetupError(f"reading or writing{where} failed: {error.strerror or error}", "Run the same command again.")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from closeranks.core.errors import CloseranksError, RunFailed, decode
 from closeranks.core.system.environment import child_environment
 from closeranks.data.building.build_spec import BuildSpec, PartDone
 
-_GO_ON = "Finished shards are kept: give the same command again and it goes on from there."
+_GO_ON = "Finished shards are kept: run the same command again to continue."
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ def _failure(fields: dict[str, Any]) -> CloseranksError:
 def _death(hand: _Hand) -> RunFailed:
     code = hand.process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    guess = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
+    guess = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
     return RunFailed(f"the build's process {hand.process.pid} {how}{guess} while it built part {hand.part}. {_GO_ON}")
 
 

@@ -33,7 +33,7 @@ from closeranks.data.files.flocks import Flock, try_exclusive, try_shared
 from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)
-FILE_WHOLE = declare_failpoint("file whole aside", "a file from far away is whole in the cache, under a temporary name")
+FILE_WHOLE = declare_failpoint("file whole aside", "a remote file is complete in the cache, under a temporary name")
 _LONGEST_POLL_S = 0.5
 
 Bring = Callable[[], Generator[bytes, None, None]]

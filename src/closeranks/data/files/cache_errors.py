@@ -26,7 +26,7 @@ def _mib(num_bytes: int) -> str:
 def cache_error(error: OSError, folder: Path) -> DataError:
     place = error.filename or folder
     if is_disk_full(error):
-        what = f"the disk of the cache {folder} is full, and nothing more of it can be let go"
+        what = f"the disk of the cache {folder} is full, and nothing more can be evicted"
         return DataError(what, "Free some space there, or set data.cache to a folder on another disk.")
     if error.errno in _DENIED:
         what = f"the cache cannot be used: {place}: {error.strerror}"
@@ -60,12 +60,12 @@ def too_large_error(url: str, num_bytes: int, max_bytes: int) -> DataError:
 
 def no_space_error(url: str, num_bytes: int, folder: Path, max_bytes: int, waited_s: float) -> DataError:
     where = f"there is no room for {url} ({_mib(num_bytes)}) in the cache {folder}"
-    what = f"{where}: all of its {_mib(max_bytes)} are in use, and too little was let go within {waited_s:.0f} s"
+    what = f"{where}: all of its {_mib(max_bytes)} are in use, and too little was released within {waited_s:.0f} s"
     return DataError(what, "Set data.cache_bytes higher, or data.workers lower.")
 
 
 def lock_timeout_error(lock: Path, waited_s: float) -> DataError:
-    what = f"the lock on {lock} in the cache did not come free within {waited_s:.0f} s"
+    what = f"the lock on {lock} in the cache was not released within {waited_s:.0f} s"
     return DataError(what, "A process that holds it may be stopped or stuck: find it with lslocks, and end it.")
 
 
@@ -79,5 +79,5 @@ def incomplete_error(url: str, num_bytes: int, found: int) -> DataError:
 
 
 def digest_mismatch_error(url: str) -> DataError:
-    what = f"{url} is damaged: what came does not match its digest"
-    return DataError(what, "Put the file there anew from where it was made.")
+    what = f"{url} is damaged: its content does not match its digest"
+    return DataError(what, "Upload the file again from its source.")

@@ -20,7 +20,7 @@ from typing import TypeVar
 from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.data.files.cache_errors import digest_mismatch_error, incomplete_error, is_disk_full, stalled_error
 
-PIECE_CACHED = declare_failpoint("piece cached", "a file from far away lies in the cache in part")
+PIECE_CACHED = declare_failpoint("piece cached", "a remote file is partly in the cache")
 _READ_BYTES = 1 << 20
 T = TypeVar("T")
 

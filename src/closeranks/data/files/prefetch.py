@@ -75,7 +75,7 @@ class FilePrefetcher:
             try:
                 outcome = self._fetch(name, self._stop)
             except Exception as error:  # whatever it is, ``hold`` meets it again, in a thread that can raise it
-                _LOG.info("%s was not fetched ahead: %s", name, error)
+                _LOG.info("%s was not prefetched: %s", name, error)
                 outcome = PrefetchOutcome.FAILED
             with self._changed:
                 self._busy.discard(name)

@@ -48,5 +48,5 @@ class FileRows:
         rows = np.asarray(rows, dtype=np.int64)
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise DataError(f"there is no number {wrong} in this data, which counts from 0 to {self.num_rows - 1}")
+            raise DataError(f"there is no number {wrong} in this data; its indices run from 0 to {self.num_rows - 1}")
         return rows

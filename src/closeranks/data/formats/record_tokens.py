@@ -89,7 +89,7 @@ class RecordTokens:
     def _touched(self, starts: Ints, length: int) -> _Touched:
         starts = np.asarray(starts, np.int64)
         if len(starts) and (int(starts.min()) < 0 or int(starts.max()) + length > self.num_tokens):
-            raise DataError(f"'{self._files.url}' holds {self.num_tokens} tokens, and others were asked for")
+            raise DataError(f"'{self._files.url}' holds {self.num_tokens} tokens, and the request is out of range")
         firsts = np.searchsorted(self._ends, starts, side="right")
         lasts = np.searchsorted(self._ends, starts + max(length - 1, 0), side="right")
         # Every document between first and last, empty ones too: windows then walk along without a search.
@@ -117,7 +117,7 @@ class RecordTokens:
         except ValueError as error:
             self._refuse(number, str(error))
         if len(tokens) and int(tokens.max()) > np.iinfo(dtype).max:
-            self._refuse(number, f"has the id {int(tokens.max())}, and the largest was below when it was indexed")
+            self._refuse(number, f"has the id {int(tokens.max())}, larger than any when it was indexed")
         return tokens.astype(dtype, copy=False)
 
     def _value(self, record: Record, number: int) -> Any:
@@ -145,8 +145,8 @@ class RecordTokens:
                     largest = max(largest, int(tokens.max())) if len(tokens) else largest
             except BadRecordError as error:
                 raise DataError(
-                    f"{error.what}, so that no token behind it can be numbered",
-                    "Mend or remove the record, or leave it out with 'closeranks data build'.",
+                    f"{error.what}, so no token after it can be numbered",
+                    "Fix or remove the record, or leave it out with 'closeranks data build'.",
                 ) from error
             progress(int(numbers[-1]) + 1, len(self._records))
         if len(kinds) > 1:
@@ -176,11 +176,11 @@ def tokens_in(value: Any) -> npt.NDArray[Any]:
     try:
         tokens = np.asarray(value)
     except ValueError as error:
-        raise ValueError("is no plain list of ids") from error
+        raise ValueError("is not a flat list of ids") from error
     if tokens.size == 0:
         return np.empty(0, np.int64)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"is {tokens.dtype}{[*tokens.shape]} and no plain list of ids")
+        raise ValueError(f"is {tokens.dtype}{[*tokens.shape]} and not a flat list of ids")
     if tokens.dtype.kind == "u" and tokens.dtype.itemsize == 8 and int(tokens.max()) >= 2**63:
         raise ValueError(f"has the id {int(tokens.max())}")
     if tokens.dtype.kind == "i" and int(tokens.min()) < 0:

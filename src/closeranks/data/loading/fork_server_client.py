@@ -33,8 +33,8 @@ class ForkServerClient:
     def __init__(self) -> None:
         """Returns at once; the first process is there when torch is imported."""
         if getattr(sys.modules["__main__"].__spec__, "name", "") == "closeranks.data.loading.worker":
-            fix = "Put what the script does under `if __name__ == '__main__':`."
-            raise UserError("a process of the loader was about to run the whole script that its dataset is in", fix)
+            fix = "Put the script's main code under `if __name__ == '__main__':`."
+            raise UserError("a loader process was about to run the whole script that defines its dataset", fix)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The kernel ties a child to the thread that started it: from another thread, hanging up must do.
         rank = os.getpid() if threading.current_thread() is threading.main_thread() else 0
@@ -104,7 +104,7 @@ class ForkServerClient:
         try:
             return describe_exit_status(self._process.wait(_END_S))
         except subprocess.TimeoutExpired:
-            return "hung up"
+            return "closed its connection"
 
     def kill(self) -> None:
         """Its processes die with it."""

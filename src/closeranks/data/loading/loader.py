@@ -104,7 +104,7 @@ class Loader:
     def take(self, step: int) -> list[LoadedBatch]:
         """This rank's micro-batches of ``step``, on the device; an empty list where it has none."""
         if step != self._next or step >= self._plan.schedule.num_steps:
-            place = "is not started" if self._next is None else f"stands before step {self._next}"
+            place = "is not started" if self._next is None else f"is before step {self._next}"
             raise ValueError(f"take({step}), but the loader {place} of {self._plan.schedule.num_steps}")
         if self._failure is not None:
             raise self._failure

@@ -50,7 +50,7 @@ class PrefetchThread:
         self._drain()  # a thread that waits for room puts its last step and sees the flag
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self.is_alive:
-            text = "reading of %s did not stop within %g s; its thread is left behind"
+            text = "reading of %s did not stop within %g s; its thread is left running"
             _LOG.warning(text, self._identity, _CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:

@@ -89,7 +89,7 @@ class Quarantine:
             shown = "; ".join(f"sample {bad.sample}: {bad.message}" for bad in self.samples[:3])
             more = f"; and {len(self) - 3} more" if len(self) > 3 else ""
             what = f"{len(self)} bad samples were skipped, more than data.max_bad = {self.max_bad} ({shown}{more})"
-            raise DataError(what, "Mend the data, or raise data.max_bad to let the run lose more of it.", step=step)
+            raise DataError(what, "Fix the data, or raise data.max_bad to let the run skip more of it.", step=step)
 
     def state(self) -> list[dict[str, Any]]:
         return [bad.to_json() for bad in self.samples]

@@ -135,7 +135,7 @@ def parse_field(name: str, text: str) -> FieldSchema:
     place = f"data.checks.fields.{name} = '{text}'"
     parts = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,?]*)\]\s*", text)
     if parts is None:
-        raise UserError(f"{place} is no dtype and shape", "Write it as 'uint8[28,28]', with ? for any size.")
+        raise UserError(f"{place} is not a dtype and shape", "Write it as 'uint8[28,28]', with ? for any size.")
     if not isinstance(getattr(torch, parts[1], None), torch.dtype):
         known = [kind for kind in dir(torch) if isinstance(getattr(torch, kind), torch.dtype)]
         raise UserError(f"{place}: there is no dtype '{parts[1]}'", did_you_mean(parts[1], known))
@@ -149,7 +149,7 @@ def parse_field(name: str, text: str) -> FieldSchema:
 def _misfit(rule: FieldSchema, batch: Batch) -> str | None:
     value = batch[rule.name]
     if not isinstance(value, Tensor):
-        return f"'{rule.name}' is no tensor"
+        return f"'{rule.name}' is not a tensor"
     dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])
     if rule.allows(dtype, shape):
         return None
@@ -173,7 +173,7 @@ def _out_of_range(limits: ValueLimits, batch: Batch, num_rows: int) -> Mapping[i
     """NaN is neither below nor above; it is out of any range."""
     value = batch[limits.name]
     if not isinstance(value, Tensor):
-        return dict.fromkeys(range(num_rows), f"'{limits.name}' is no tensor")
+        return dict.fromkeys(range(num_rows), f"'{limits.name}' is not a tensor")
     if not value.numel():
         return {}
     value = _countable(value)
@@ -217,7 +217,7 @@ def _ask(path: str, batch: Batch, row: int, num_rows: int) -> str | None:
         answer = _hook(path)(sample)
     except Exception as error:
         what = f"the check '{path}' of data.checks.hooks raised {describe_error(error)}"
-        raise DataError(what, "Mend it: a check returns why a sample is bad, or None.") from error
+        raise DataError(what, "Fix it: a check returns why a sample is bad, or None.") from error
     if answer is None or isinstance(answer, str):
         return answer
     what = f"the check '{path}' of data.checks.hooks returned {answer!r}, neither a reason nor None"

@@ -57,8 +57,8 @@ class SampleReader:
             batch, _ = self._good(others)
             if batch is not None:
                 return CheckedBatch(batch, 0, skipped)
-        what = f"{name_samples(ids)} of {self.source.identity} are bad, and so are all that follow for a long while"
-        raise DataError(f"{what}; the first: {skipped[0].message}", "Mend the data: hardly any of it can be read.")
+        what = f"{name_samples(ids)} of {self.source.identity} are bad, and so are very many after them"
+        raise DataError(f"{what}; the first: {skipped[0].message}", "Fix the data: hardly any of it can be read.")
 
     def _checked(self, ids: Ints) -> Batch:
         """The batch of these samples, or a ``DataError`` for the first of them that is bad."""
@@ -122,9 +122,9 @@ class SampleReader:
     def _stopped(self, bad: BadSample, advice: str = "") -> DataError:
         """``advice``: what whoever found it says to do."""
         otherwise = "set data.on_bad = 'skip' to train without such samples."
-        fix = f"{advice.rstrip('.') or 'Mend or remove it'}, or {otherwise}"
+        fix = f"{advice.rstrip('.') or 'Fix or remove it'}, or {otherwise}"
         if "NaN or infinity" in bad.reason:
-            fix += " data.check_finite = false lets NaN in."
+            fix += " data.check_finite = false allows NaN."
         return DataError(f"sample {bad.sample} of {self.source.identity} is bad: {bad.message}", fix)
 
 
@@ -145,14 +145,14 @@ def read_batch(source: LoaderSource, ids: Ints) -> Batch:
         raise
     except Exception as error:
         what = f"reading {name_samples(ids)} of {source.identity} raised {describe_error(error)}"
-        raise DataError(what, "Mend the dataset, or remove the sample from it.") from error
+        raise DataError(what, "Fix the dataset, or remove the sample from it.") from error
     check_shape(batch, ids, source.identity)
     return batch
 
 
 def length_changed_error(before: int, now: int, identity: str) -> DataError:
     what = f"the length of {identity} has changed while the run was opened: {before} samples first, then {now}"
-    fix = "Let __len__ give the same number every time: what has no fixed length must be stored first."
+    fix = "Make __len__ return the same number every time; store data without a fixed length first."
     return DataError(what, fix)
 
 

@@ -74,4 +74,4 @@ def unpack(fd: int) -> Any:
     try:
         return pickle.loads(pieces[1], buffers=pieces[2:])
     except Exception as error:
-        raise UserError(f"this dataset does not arrive in loader processes: {describe_error(error)}", FIX) from error
+        raise UserError(f"this dataset fails to unpickle in loader processes: {describe_error(error)}", FIX) from error

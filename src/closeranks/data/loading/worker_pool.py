@@ -31,7 +31,7 @@ from closeranks.data.sampling.order import MicroBatch
 _POLL_MS = 1000
 _LAST_WORDS_S = 2.0
 _FIX = (
-    "Its output may say more. Where memory ran out, lower data.workers or data.prefetch; "
+    "Its output may say more. If memory ran out, lower data.workers or data.prefetch; "
     "data.workers = 0 reads in a thread of the rank."
 )
 
@@ -133,7 +133,7 @@ class LoaderWorkerPool:
             said = process.receive()
         except SocketClosed:
             self._check_alive(_LAST_WORDS_S)  # dead or about to be: the nursery knows how
-            raise CloseranksError(f"{self._named(process)} hung up", _FIX) from None
+            raise CloseranksError(f"{self._named(process)} closed its connection", _FIX) from None
         if isinstance(said, LoaderWorkerFailed):
             raise said.to_exception(self._named(process))
         self._num_taken += 1

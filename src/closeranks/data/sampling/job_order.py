@@ -78,7 +78,7 @@ def order_change(saved: str, here: str) -> OrderChange:
         values = [re.findall(rf"\b{field}=(\d+)", text) for text in (saved, here)]
         if values[0] != values[1] and all(values):
             return OrderChange(key, key, values[0][0], values[1][0])
-    return OrderChange("order of the data", "what [data] says of shuffling")
+    return OrderChange("order of the data", "the shuffling options of [data]")
 
 
 def _shuffle_of(described: str) -> str:

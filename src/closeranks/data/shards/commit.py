@@ -67,7 +67,7 @@ def commit(
     if len(heads) != 1:
         words = "; ".join(sorted(f"{h.kind} {h.dtype} in blocks of {h.block_bytes}" for h in heads)) or "nothing"
         raise DataError(
-            f"the shards of '{folder}' are no one data set: {words}", "Build each into a folder of its own."
+            f"the shards of '{folder}' do not form one data set: {words}", "Build each into a folder of its own."
         )
     manifest = append_shards(
         before, DatasetManifest(heads.pop(), about, _fields(finished), tuple(s.entry for s in finished)), folder

@@ -154,7 +154,7 @@ class RecordDecoder:
     def __call__(self, data: memoryview, start: int, stop: int) -> dict[str, Value]:
         """From the bytes ``start`` up to ``stop`` of a shard; ``ValueError`` where they are no record of this form."""
         if stop - start < self._size:
-            raise ValueError("it is shorter than its form")
+            raise ValueError("it is shorter than its fields need")
         values = self._unpack(data, start)
         at, end = 1, start + self._size
         record: dict[str, Value] = {}

@@ -48,7 +48,7 @@ class ItemIndex:
         """A negative number looks like a very large one here, which is beyond all shards too."""
         shard = self.last.searchsorted(np.ascontiguousarray(indices, dtype=np.int64).view(np.uint64), side="right")
         if int(shard.max(initial=-1)) >= len(self.last):
-            raise IndexError(f"the data set has {len(self)} items, and others were asked for")
+            raise IndexError(f"the data set has {len(self)} items, and the request is out of range")
         return shard
 
     def locate(self, indices: Ints) -> ItemLocations | None:

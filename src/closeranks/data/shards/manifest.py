@@ -114,7 +114,7 @@ def encode_manifest(manifest: DatasetManifest) -> bytes:
 
 def decode_manifest(data: bytes, name: str) -> DatasetManifest:
     """``DataError`` for a document that is damaged, of a later program, or contradicts itself."""
-    fix = "Build the data set again, or copy it again from where it is whole."
+    fix = "Build the data set again, or copy it again from an intact copy."
     try:
         body = unseal(_KIND, data, f"'{name}'", VERSION)
     except UnsoundDocument as error:
@@ -134,7 +134,7 @@ def read_manifest(files: Files) -> DatasetManifest:
         names = [info.name for info in files.list()]
         if NAME in names or not any(name.endswith((SUFFIX, f"{SUFFIX}.part")) for name in names):
             raise
-        fix = "Run the same build again: it goes on from the shards that are finished."
+        fix = "Run the same build again: it continues from the finished shards."
         raise DataError(f"'{files.url}' holds shards without '{NAME}': its build was not finished", fix) from error
     return decode_manifest(data, files.full_name(NAME))
 
@@ -179,5 +179,5 @@ def _decode_shard(entry: list[Any], unit_bytes: int) -> ShardEntry:
 
 def _count(value: Any, limit: int = 1 << 48) -> int:
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"'{value}' where a count should stand")
+        raise ValueError(f"'{value}' where a count is expected")
     return value

@@ -30,7 +30,7 @@ from closeranks.data.shards.shard_format import UnsoundShard
 
 _MOST_REMOTE = 64
 """Each shard held is one that the cache of a host cannot evict."""
-AGAIN = "Copy this file again from where it is whole, or build again; `closeranks data verify` names all damage."
+AGAIN = "Copy this file again from an intact copy, or build again; `closeranks data verify` lists all damage."
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class MappedShards:
         except OSError as error:
             full = self.files.full_name(entry.name)
             what = f"'{full}' cannot be read at byte {start}: {error.strerror or error}"
-            raise DataError(what, "The device fails, or the file was cut short while it was in use.") from error
+            raise DataError(what, "The device is failing, or the file was truncated while in use.") from error
         if crc32c(mapped.view[start:stop]) != mapped.checksums[number]:
             if not self.files.is_local and shard not in self._fetched_again:
                 self._fetched_again.add(shard)

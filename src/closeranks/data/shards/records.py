@@ -127,7 +127,7 @@ class ShardRecords:
             forms = decode_schemas(json.loads(self._shards.notes(shard))["forms"])
         except (*UNDECODABLE, KeyError) as error:
             full = self._files.full_name(self._names[shard])
-            raise DataError(f"'{full}' cannot be used: its notes make no sense ({error})", AGAIN) from error
+            raise DataError(f"'{full}' cannot be used: its record schema is invalid ({error})", AGAIN) from error
         self._columns[shard] = [self._same.setdefault(form, SchemaColumns(form)) for form in forms]
         mapped.decoders.extend(RecordDecoder(form) for form in forms)
         return mapped.decoders

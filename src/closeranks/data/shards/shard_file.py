@@ -37,10 +37,10 @@ from closeranks.storage.disk import fsync_folder, make_folder, write_all
 
 BEGUN = declare_failpoint("shard begun", "a shard's .part is made and empty")
 DATA_WRITTEN = declare_failpoint("shard data written", "a shard's .part holds some of its data")
-TABLE_WRITTEN = declare_failpoint("shard table written", "a shard's .part lacks its footer alone")
-FOOTER_WRITTEN = declare_failpoint("shard footer written", "a shard's .part is whole and not fsynced")
-DURABLE = declare_failpoint("shard durable", "a shard's .part is whole and fsynced")
-NAMED = declare_failpoint("shard named", "a shard has its name, which is not fsynced in its folder yet")
+TABLE_WRITTEN = declare_failpoint("shard table written", "a shard's .part lacks only its footer")
+FOOTER_WRITTEN = declare_failpoint("shard footer written", "a shard's .part is complete but not fsynced")
+DURABLE = declare_failpoint("shard durable", "a shard's .part is complete and fsynced")
+NAMED = declare_failpoint("shard named", "a shard is renamed into place; its folder is not fsynced yet")
 
 PART = ".part"
 _FLUSH_BYTES = 1 << 20
@@ -156,9 +156,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _told(error: OSError, path: Path) -> DataError:
-    again = "run the same build again: it goes on from the shards that are finished"
+    again = "run the same build again: it continues from the finished shards"
     if error.errno in _FULL:
-        return DataError(f"no room is left to write '{path}' ({error.strerror})", f"Make room, then {again}.")
+        return DataError(f"no space is left to write '{path}' ({error.strerror})", f"Free some space, then {again}.")
     fix = f"Check the owner and mode of the folder, then {again}."
     return DataError(f"'{path}' cannot be written: {error.strerror or error}", fix)
 

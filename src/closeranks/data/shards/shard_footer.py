@@ -38,7 +38,7 @@ def read_footer(
         raise UnsoundShard(f"it has {num_bytes} bytes, and {expected} were written")
     footer = decode_footer(data, num_bytes)
     if entry and (footer_digest(data) != entry.blake3 or footer.head != head):
-        raise UnsoundShard("it is not the shard that was written under this name: its footer is another")
+        raise UnsoundShard("it is not the shard that was written under this name: its footer differs")
     check_header(os.pread(fd, HEADER_BYTES, 0), footer.head)
     shape = footer.shape
     table = read_range(fd, shape.table_offset, shape.footer_offset - shape.table_offset)

@@ -144,7 +144,7 @@ def encode_footer(footer: ShardFooter) -> bytes:
 def decode_footer(data: bytes, num_bytes: int) -> ShardFooter:
     """From the last bytes of a file of ``num_bytes``."""
     if len(data) != FOOTER_BYTES or data[:8] != _FOOTER_MAGIC:
-        raise UnsoundShard("it does not end in a footer: it is cut short, or was never finished")
+        raise UnsoundShard("it does not end in a footer: it is truncated, or was never finished")
     if _CRC.unpack(data[-4:])[0] != crc32c(data[:-4]):
         raise UnsoundShard("its footer does not match the footer's checksum")
     _, version, kind, dtype, block_bytes, items, size, notes, blocks, table, total, largest = _FOOTER.unpack_from(data)
@@ -163,7 +163,7 @@ def decode_footer(data: bytes, num_bytes: int) -> ShardFooter:
     start = _FOOTER.size
     footer = ShardFooter(head, shape, largest, data[start : start + 32])
     if encode_footer(footer) != data:
-        raise UnsoundShard("its footer has values where there are none")
+        raise UnsoundShard("its footer has data in unused bytes")
     return footer
 
 

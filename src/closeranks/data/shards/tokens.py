@@ -81,7 +81,7 @@ class ShardTokens:
     def _read_across(self, starts: Ints, length: int, shard: Ints) -> npt.NDArray[Any]:
         """Some of these windows do not end in the shard that they begin in."""
         if int(starts.min()) < 0 or int(starts.max()) + length > self.num_tokens:
-            raise IndexError(f"the data set has {self.num_tokens} tokens, and others were asked for")
+            raise IndexError(f"the data set has {self.num_tokens} tokens, and the request is out of range")
         found = np.empty((len(starts), length), dtype=self.dtype)
         is_inside = starts + length <= self._first[shard + 1]
         found[is_inside] = self.read(starts[is_inside], length)

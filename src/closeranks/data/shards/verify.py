@@ -48,7 +48,7 @@ class ShardFinding:
     last: int = 0
 
     def __str__(self) -> str:
-        hit = f"; {self.unit} {self.first} to {self.last - 1} are hit" if self.last > self.first else ""
+        hit = f"; {self.unit} {self.first} to {self.last - 1} are affected" if self.last > self.first else ""
         return f"'{self.file}', byte {self.offset}: {self.reason}{hit}"
 
 
@@ -215,7 +215,7 @@ class _Check:
             return self._undecodable(offsets)
         vocab_size = self._manifest.about.vocab_size
         if largest != footer.largest or (vocab_size and footer.num_units and largest >= vocab_size):
-            return f"its largest token is {largest}, where {footer.largest} of {vocab_size or 'any'} are said to be"
+            return f"its largest token is {largest}, where {footer.largest} of {vocab_size or 'any'} were declared"
         return ""
 
     def _undecodable(self, offsets: Ints) -> str:
@@ -225,7 +225,7 @@ class _Check:
             notes = json.loads(self._bytes(shape.notes_offset, shape.notes_bytes))
             decoders = [RecordDecoder(form) for form in decode_schemas(notes["forms"])]
         except (*UNDECODABLE, KeyError) as error:
-            return f"its notes make no sense ({error})"
+            return f"its record schema is invalid ({error})"
         for number, (start, stop) in enumerate(pairwise((offsets + DATA_OFFSET).tolist())):
             try:
                 decoders[PREFIX.unpack_from(view, start)[0]](view, start, stop)

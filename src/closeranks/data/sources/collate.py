@@ -86,7 +86,7 @@ def infer_fields(records: Sequence[Decoded], images: Collection[str], identity: 
             columns[name] = field
         elif is_asked_for:
             misfit = next((value for value in values if as_array(value) is None), values[0])
-            what = f"'{name}' of {identity} is {_named(misfit)}, which is no tensor"
+            what = f"'{name}' of {identity} is {_named(misfit)}, which is not a tensor"
             raise DataError(what, "Leave it out of data.fields, or make a tensor of it in data.transform.")
     if not columns:
         what = f"no field of {identity} can be a tensor: {', '.join(sorted(counts)) or 'there are none'}"
@@ -111,7 +111,7 @@ def stack(field: CollatedField, values: Sequence[Any]) -> Tensor:
 def _fitted(row: int, value: Any, field: CollatedField) -> npt.NDArray[Any]:
     array = as_array(value)
     if array is None:
-        raise FieldMismatch(row, f"is {_named(value)}, which is no tensor")
+        raise FieldMismatch(row, f"is {_named(value)}, which is not a tensor")
     if array.shape != field.shape:
         raise FieldMismatch(row, f"is {describe_type(array.dtype, array.shape)} where the others are {field}")
     if array.dtype != field.dtype and not _fits(array, field.dtype):

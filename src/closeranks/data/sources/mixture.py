@@ -166,7 +166,7 @@ def _fields(part: WeightedSource) -> Fields:
         except BadRecordError as error:
             last = error
     what = f"none of the first samples of part '{part.name}' of the mixture can be read; the last: {last}"
-    raise DataError(what, "Mend the data, or leave this part out.")
+    raise DataError(what, "Fix the data, or leave this part out.")
 
 
 @SOURCES.register("mixture")

@@ -146,13 +146,13 @@ class RecordsSource:
         except Exception as error:
             place = f" ({self.where(int(indices[0]))})" if len(indices) == 1 else ""
             named = f"data.transform = '{self._wish.transform}' for {name_some_samples(indices.tolist())}{place}"
-            raise sample_error(named, error, "Mend the function, or the record.") from error
+            raise sample_error(named, error, "Fix the function, or the record.") from error
 
 
 def _advice(field: CollatedField) -> str:
     if field.is_image:
-        return "Set data.image_size, which makes all images alike, or mend the record."
-    return "Make the values alike in data.transform, or mend the record."
+        return "Set data.image_size, which gives all images one size, or fix the record."
+    return "Give the values one shape and dtype in data.transform, or fix the record."
 
 
 @cache
@@ -192,7 +192,7 @@ def _probe(store: Records, wish: RecordSelection, identity: str) -> tuple[list[R
             bad = error
     if not decoded:
         what = f"none of the first records of {identity} can be used; the last: {bad}"
-        raise DataError(what, "Mend the data, or say in data.fields which fields it has.")
+        raise DataError(what, "Fix the data, or say in data.fields which fields it has.")
     return records, decoded
 
 

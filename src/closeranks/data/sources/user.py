@@ -38,7 +38,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, identity: str = "", collate: Collate | None = None) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            what = f"{type(dataset).__name__} is no map-style dataset: it has no length or no items"
+            what = f"{type(dataset).__name__} is not a map-style dataset: it has no __len__ or no __getitem__"
             raise DataError(what, "Give an object with __len__ and __getitem__; a stream must be stored first.")
         if len(dataset) == 0:
             raise DataError("the dataset is empty", "Give it at least one sample.")
@@ -83,7 +83,7 @@ class MapSource:
         except CloseranksError:
             raise
         except Exception as error:
-            raise sample_error(named, error, "Mend the dataset, or remove the sample from it.") from error
+            raise sample_error(named, error, "Fix the dataset, or remove the sample from it.") from error
 
 
 def shape_mismatch(samples: Sequence[Any]) -> str:
@@ -164,7 +164,7 @@ def _build(path: str, args: Mapping[str, Any], place: str, collate: Collate | No
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args.items())
         what = f"{place} = '{path}': calling it with ({given}) raised {describe_error(error)}"
-        raise DataError(what, "Mend the factory, or the arguments in data.args.") from error
+        raise DataError(what, "Fix the factory, or the arguments in data.args.") from error
     if data is None:
         raise DataError(f"{place} = '{path}' returned None", "Let the factory return its dataset.")
     return as_source(data, path, collate)

@@ -35,7 +35,7 @@ def _check(names: Sequence[str], count: int, num_steps: int, num_ranks: int) -> 
     if not names or count < 1:
         raise UserError("a campaign needs at least one kind of fault, and a count of at least 1", "Name a kind: kill.")
     if count > num_steps:
-        what = f"{count} faults do not fit into {num_steps} steps: each is struck at a step of its own"
+        what = f"{count} faults do not fit into {num_steps} steps: each needs a step of its own"
         raise UserError(what, f"Ask for --count {num_steps} at most, or train longer.")
     for name in names:
         needed = max(KINDS[name].first_step, 2 if KINDS[name].must_end else 1)

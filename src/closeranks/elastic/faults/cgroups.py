@@ -63,14 +63,14 @@ class CgroupUnavailable(OSError):
 
 def find_cgroup_parent(need: CgroupControl) -> CgroupParent:
     """Where groups with this control can be created; raises ``Lacking``."""
-    reason = f"no control groups with the {need.what} control are mounted here"
+    reason = f"no control groups with the {need.what} controller are mounted here"
     for hierarchy in hierarchies(need):
         file = need.file_v2 if hierarchy.version == 2 else need.file_v1
         for path in _upwards(hierarchy):
             try:
                 trial = _make(path)
             except OSError as error:
-                reason = f"no control group can be made in {path} ({os.strerror(error.errno or 0)})"
+                reason = f"no control group can be created in {path} ({os.strerror(error.errno or 0)})"
                 continue
             has_file = (trial / file).exists()
             trial.rmdir()

@@ -32,7 +32,7 @@ def mount_problem() -> str:
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     if int(effective, 16) >> _CAP_SYS_ADMIN & 1:
         return ""
-    return "a small file system can be mounted by root alone"
+    return "only root can mount a small file system"
 
 
 class SmallDisk:
@@ -58,7 +58,7 @@ class SmallDisk:
     def fill(self) -> None:
         """Leave no free block from now on. Retries while a file is growing."""
         if not self._is_mounted:
-            raise OSError(errno.ENODEV, "no file system stands over the checkpoints", str(self._folder))
+            raise OSError(errno.ENODEV, "no file system is mounted over the checkpoints", str(self._folder))
         for _ in range(_TRIES):
             room = os.statvfs(self._folder)
             used_bytes = max(1, room.f_blocks - room.f_bfree) * room.f_frsize  # a size of 0 would mean: no limit

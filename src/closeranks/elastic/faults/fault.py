@@ -32,7 +32,7 @@ class FaultKind:
     """Whether it may miss its moment, so that it needs some more steps to try again."""
     must_end: bool = False
     """Whether a lasting fault must be over before the last step."""
-    unnoticed: str = "nobody spoke of it"
+    unnoticed: str = "no event mentions it"
     """What a drill reports if the fault ended no generation and no event mentions it."""
 
 
@@ -49,19 +49,19 @@ KINDS = {
             "it gets a share of one processor for some steps",
             ("rank", "steps", "share"),
             ends_generation=False,
-            unnoticed="it was not called slow",
+            unnoticed="it was not reported as slow",
         ),
         FaultKind("oom", "no more memory for it: the kernel's out-of-memory killer ends it"),
-        FaultKind("bitflip", "one bit of its newest copy in memory is turned over, then SIGKILL"),
+        FaultKind("bitflip", "one bit of its newest snapshot is flipped, then SIGKILL"),
         # Both slots must have been written once before a torn one can be distinguished from an empty one.
         FaultKind("torn", "SIGKILL while it copies its state", first_step=3, may_miss=True),
         FaultKind(
             "diskfull",
-            "no room for checkpoints for some steps",
+            "no disk space for checkpoints for some steps",
             ("steps",),
             ends_generation=False,
             must_end=True,
-            unnoticed="no save met it",
+            unnoticed="no save was affected by it",
         ),
         FaultKind("term", "SIGTERM to one worker, as a scheduler sends it"),
         FaultKind("zygote", "SIGKILL to the process that workers are forked from", ()),
@@ -130,4 +130,4 @@ def check_faults(faults: Sequence[InjectedFault], num_ranks: int, num_steps: int
             raise UserError(f"{fault}: the run has {num_steps} steps only", "Choose an earlier step.")
         if fault.about.must_end and fault.last_step >= num_steps:
             what = f"{fault}: {fault.kind} would still last after the last step, {num_steps}, whose state is compared"
-            raise UserError(what, f"Let step + steps come to at most {num_steps}.")
+            raise UserError(what, f"Keep step + steps at or below {num_steps}.")

@@ -142,7 +142,7 @@ class _Starve(_Grouped):
     """Allows the worker no further memory: the kernel's OOM killer ends it at the next page it allocates."""
 
     def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
-        super().__init__(fault, look, MEMORY, "no page more", has_struck=False)
+        super().__init__(fault, look, MEMORY, "no more memory pages", has_struck=False)
 
     def prepare(self, fault: InjectedFault) -> None:
         self._group.limit_memory(0)
@@ -150,13 +150,13 @@ class _Starve(_Grouped):
     def tick(self, look: ObservedRun) -> bool:
         is_over = super().tick(look)  # checked before the count: it may die between the two
         if self.injected_at is None and self._group.num_oom_kills:
-            self.injected_at, self.note = time.time(), "killed by the kernel for want of memory"
+            self.injected_at, self.note = time.time(), "killed by the kernel's out-of-memory killer"
         return is_over
 
 
 def _own_boxes(look: ObservedRun, worker: ObservedWorker) -> tuple[str, ...]:
     if worker.local_rank >= len(look.snapshot_paths):
-        raise OSError(f"rank {worker.rank} keeps no copies in memory")
+        raise OSError(f"rank {worker.rank} keeps no snapshots in memory")
     return tuple(look.snapshot_paths[worker.local_rank][:2])
 
 
@@ -168,13 +168,13 @@ def _flip(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> Fa
         try:
             slot = newest_sealed(_own_boxes(look, worker))
             if slot is None:
-                raise OSError(f"rank {fault.rank} has no sealed copy yet")
+                raise OSError(f"rank {fault.rank} has no sealed snapshot yet")
             bit = flip_bit(slot, random.Random(str(fault)))
         except OSError:
             victim.signal(signal.SIGCONT)
             raise
         victim.signal(signal.SIGKILL)
-    return FaultAction(f"bit {bit} of the copy of step {slot.step}, then SIGKILL")
+    return FaultAction(f"bit {bit} of the snapshot of step {slot.step}, then SIGKILL")
 
 
 class _Tear(FaultAction):
@@ -207,7 +207,7 @@ class _Tear(FaultAction):
             self._victim.signal(signal.SIGKILL)
         self.injected_at = time.time()
         await_state(self._victim.pid, "ZX")
-        left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy was faster"
+        left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy finished first"
         self.note = f"SIGKILL while it copied{left}"
 
     def undo(self) -> None:
@@ -218,8 +218,8 @@ class _Tear(FaultAction):
 class _FullDisk(FaultAction):
     def __init__(self, fault: InjectedFault, disk: SmallDisk | None) -> None:
         if disk is None:
-            raise OSError("no file system was put under the checkpoints before the run")
-        super().__init__("no block left for checkpoints")
+            raise OSError("no file system was mounted for the checkpoints before the run")
+        super().__init__("no free block left for checkpoints")
         self._fault = fault
         self._disk: SmallDisk | None = disk
         disk.fill()

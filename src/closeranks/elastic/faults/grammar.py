@@ -78,7 +78,7 @@ def _fault(kind: FaultKind, text: str, inside: str) -> InjectedFault:
         if not equals or name not in names:
             raise UserError(f"{text}: `{part}` is not an argument of {kind.name}", f"It takes {', '.join(names)}.")
         if name in given:
-            raise UserError(f"{text}: {name} is given twice", "Leave one away.")
+            raise UserError(f"{text}: {name} is given twice", "Remove one.")
         given[name] = _value(text, name, value)
     if missing := [name for name in names if name not in given and name not in (*DEFAULTS, "at")]:
         raise UserError(f"{text}: {missing[0]} is missing", f"Write {kind.name}({_all(names)}).")
@@ -106,5 +106,5 @@ def _value(text: str, name: str, value: str) -> int | float:
     if name == "share" and not 0.001 <= number <= 1.0:
         raise UserError(f"{text}: share={value} is not a share of a processor", "Write a number like 0.2, up to 1.")
     if name == "at" and not 0.0 <= number < 1.0:
-        raise UserError(f"{text}: at={value} is not a place in a step", "Write a number from 0 to below 1, like 0.5.")
+        raise UserError(f"{text}: at={value} is not a share of a step", "Write a number from 0 to below 1, like 0.5.")
     return number

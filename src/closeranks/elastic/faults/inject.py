@@ -62,7 +62,7 @@ class Injector:
         self._struck_generation = -1
         self.injections: list[Injection] = []
         for kind, reason in unavailable_kinds(fault.kind for fault in faults).items():
-            raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it away, or run as root.")
+            raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out, or run as root.")
         self._disk: SmallDisk | None = None
         self._is_open = False
         if checkpoints is not None and any(fault.kind == "diskfull" for fault in faults):

@@ -31,7 +31,7 @@ class TargetProcess:
         self._pidfd = os.pidfd_open(pid)
         if not _is_ours(pid):
             os.close(self._pidfd)
-            raise ProcessLookupError(f"process {pid} is none of ours")
+            raise ProcessLookupError(f"process {pid} does not belong to this run")
 
     def signal(self, number: signal.Signals) -> None:
         signal.pidfd_send_signal(self._pidfd, number)

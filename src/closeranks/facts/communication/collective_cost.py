@@ -187,7 +187,7 @@ def fastest_algorithm(
     best = min(costs, key=lambda name: costs[name].seconds)
     others = {name: one for name, one in costs.items() if name != best}
     if not others:
-        return AlgorithmChoice(best, costs[best], f"{best}: there is no other way here")
+        return AlgorithmChoice(best, costs[best], f"{best}: the only option here")
     rival = "ring" if "ring" in others else min(others, key=lambda name: others[name].seconds)
     waits = [collective_cost(name, 0, network, operation).seconds for name in (rival, best)]
     why = _why(costs[best], rival, others[rival], num_bytes, waits[0] - waits[1])

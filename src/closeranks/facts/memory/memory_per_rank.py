@@ -224,7 +224,7 @@ def _sharded_in_buckets(share: RankParameters, layout: Layout, terms: CostSettin
     else:
         travelling = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=terms.num_micro > 1)
         arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=terms.num_micro > 1) // num_shards
-        buffers += [NamedBytes("gradients on their way", travelling), NamedBytes("slices arriving", arriving)]
+        buffers += [NamedBytes("gradients in flight", travelling), NamedBytes("slices arriving", arriving)]
     return RankMemory(
         parameters=whole,
         gradients=whole if layout.zero == 1 else own,
@@ -277,7 +277,7 @@ def _gathered(units: Sequence[FsdpUnit], terms: CostSettings) -> Iterator[NamedB
     yield NamedBytes("gathered weights kept from forward to backward", kept * width)
     yield NamedBytes("gathered weights of the unit at work", sum(freed[:1]) * width)
     yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + terms.prefetch]) * width)
-    yield NamedBytes("gradients of a unit, and of one on its way", 2 * max(unit.padded_numel for unit in units) * width)
+    yield NamedBytes("gradients of a unit, and of one in flight", 2 * max(unit.padded_numel for unit in units) * width)
 
 
 def _round_up(number: int, multiple: int) -> int:

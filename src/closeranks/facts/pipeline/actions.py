@@ -34,7 +34,7 @@ class Action(NamedTuple):
         for kind in ACTION_KINDS:
             if kind == word.kind:
                 return cls(word.stage, kind, word.micro)
-        raise UserError(f"'{text}' is no action of a schedule", "Write 2F0, 2B0, 2I0 or 2W0, say.")
+        raise UserError(f"'{text}' is not an action of a schedule", "Write 2F0, 2B0, 2I0 or 2W0, say.")
 
 
 class ActionText(NamedTuple):

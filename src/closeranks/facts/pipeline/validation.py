@@ -205,5 +205,5 @@ def _why_stuck(run: _Run) -> str:
     while (following := run.case.home[waits[ring[-1]].stage]) not in ring:
         ring.append(following)
     ring = ring[ring.index(following) :]
-    links = (f"rank {rank} stands at {run.head(rank)} and needs {waits[rank]}" for rank in ring)
+    links = (f"rank {rank} is at {run.head(rank)} and needs {waits[rank]}" for rank in ring)
     return f"ranks wait for each other: {', '.join(links)}"

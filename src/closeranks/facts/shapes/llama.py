@@ -31,7 +31,7 @@ class LlamaShape:
     rope_original_len: int = 8192
     norm_eps: float = 1e-5
     tied: bool = False
-    """Whether the output projection is the embedding itself."""
+    """Whether the output projection shares the embedding's weight."""
 
     @property
     def head_dim(self) -> int:

@@ -67,7 +67,7 @@ def advise(table: ResultTable) -> str:
         said = _by_time(table, sound)
     parts = [said.words]
     if said.by is not None and said.by.num == 1:
-        parts.append("one run each: no spread is known")
+        parts.append("one run each: spread unknown")
     if lost := [row for row in table.rows if not row.is_sound]:
         parts.append(_troubles(lost))
     return "; ".join(parts) + "."

@@ -55,5 +55,5 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = F
         files = write_report(story)
     typer.echo()
     print_result(story)
-    typer.echo(f"\n{story.advice}\nwritten down in {', '.join(str(path) for path in files)}")
+    typer.echo(f"\n{story.advice}\nwritten to {', '.join(str(path) for path in files)}")
     return story

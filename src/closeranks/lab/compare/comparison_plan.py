@@ -29,7 +29,7 @@ QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copi
 """A comparison needs none of them; a setting that wants to measure them says so. Left to themselves, second copies take
 the link under some settings and not under others."""
 _OURS = {
-    "run.seed": "The seeds of a comparison are its own: write seeds = [0, 1, 2].",
+    "run.seed": "It has its own seeds: write seeds = [0, 1, 2].",
     "run.folder": "Each run gets a folder of its own: write folder at the top for all of them.",
     "train.steps": "All settings have one budget: write [budget] steps.",
     "train.epochs": "All settings have one budget: write [budget] epochs.",
@@ -86,7 +86,7 @@ def find_job(name: str, beside: Path) -> Path:
         if place.is_file():
             return place
     shown = " nor at ".join(dict.fromkeys(str(place) for place in places))
-    raise UserError(f"there is no job file at {shown}", f"Set job in {beside.name} to the file that shall be trained.")
+    raise UserError(f"there is no job file at {shown}", f"Set job in {beside.name} to the file to train.")
 
 
 def override_texts(changes: Changes) -> list[str]:

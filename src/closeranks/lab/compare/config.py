@@ -21,10 +21,10 @@ _RELAY_MBIT = 500.0
 
 
 class ComparisonSetting(ConfigTable):
-    """One way to run the job; the first is what all others are held against."""
+    """One way to run the job; all others are compared with the first."""
 
     name: str = Field(min_length=1, max_length=60)
-    """What the table calls it."""
+    """Its name in the table."""
     set: Changes = ()
     """What it changes: a table (set.sync.bucket_mib = 1), or an array of ["sync.bucket_mib=1"]."""
     workers: int = Field(default=0, ge=0)
@@ -39,7 +39,7 @@ class ComparisonBudget(ConfigTable):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; for a job that counts epochs."""
     seconds: float | None = Field(default=None, gt=0)
-    """Stop each run so many wall-clock seconds after training began, evaluations included. The learning rate still
+    """Stop each run this many wall-clock seconds after training began, evaluations included. The learning rate still
     follows the job's own length."""
 
 
@@ -47,9 +47,9 @@ class ComparisonTarget(ConfigTable):
     """What must be reached; the time until then is measured."""
 
     metric: str = "loss"
-    """loss, which shall fall, or a metric of the model that shall rise, such as accuracy."""
+    """loss (lower is better), or a metric of the model where higher is better, such as accuracy."""
     value: float
-    """The run is there when the smoothed training figure, or an evaluation, crosses it."""
+    """The target is reached when the smoothed training figure, or an evaluation, crosses it."""
     of: Literal["training", "evaluation"] = "training"
     """Which figure: of the training steps, smoothed, or of evaluations (train.eval_every)."""
 
@@ -59,14 +59,14 @@ class ComparisonTarget(ConfigTable):
 
 
 class NetworkConfig(ConfigTable):
-    """Hosts on one machine, joined by links of a real width: network namespaces, for root."""
+    """Hosts on one machine, with links of limited bandwidth: network namespaces, which need root."""
 
     hosts: int = Field(default=2, ge=2, le=64)
     """The workers are spread evenly over them."""
     mbit: float = Field(default=0.0, ge=0)
-    """Width of each host's link, in each direction, in Mbit/s; 0: as fast as the machine."""
+    """Bandwidth of each host's link, in each direction, in Mbit/s; 0: as fast as the machine."""
     delay_ms: float = Field(default=0.0, ge=0, le=2000)
-    """What a packet takes from one host to another."""
+    """Latency of a packet from one host to another."""
 
 
 class CompareConfig(ConfigTable):
@@ -81,13 +81,13 @@ class CompareConfig(ConfigTable):
     setting: tuple[ComparisonSetting, ...] = ()
     """``[[setting]]``: the first is the baseline."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Each setting runs with each; run.seed of the job does not count."""
+    """Each setting runs with each; run.seed of the job is ignored."""
     repeats: int = Field(default=1, ge=1)
-    """Run each setting and seed so many times, where times are what matters."""
+    """Run each setting and seed this many times, for more reliable timings."""
     budget: ComparisonBudget = ComparisonBudget()
     target: ComparisonTarget | None = None
     price_per_worker_hour: float = Field(default=0.0, ge=0)
-    """In your currency; 0: no costs are told."""
+    """In your currency; 0: costs are not reported."""
     folder: str = ""
     """Where everything goes; empty: runs/compare-NAME. Runs that are finished there are not run again."""
     isolate: bool = True
@@ -124,7 +124,7 @@ def check_settings(compare: CompareConfig) -> Iterable[Problem]:
 
 def check_budget(compare: CompareConfig) -> Iterable[Problem]:
     if compare.budget.steps is not None and compare.budget.epochs is not None:
-        yield Problem("budget", "both steps and epochs are given", "Leave the one away that the job does not count.")
+        yield Problem("budget", "both steps and epochs are given", "Remove the one that the job does not count in.")
 
 
 def check_network(compare: CompareConfig) -> Iterable[Problem]:
@@ -132,9 +132,9 @@ def check_network(compare: CompareConfig) -> Iterable[Problem]:
     if network is None:
         return
     if network.delay_ms and not network.mbit:
-        yield Problem("network.mbit", "a delay needs a width", f"Set it, to {_RELAY_MBIT:g} or less.")
+        yield Problem("network.mbit", "a delay needs a bandwidth", f"Set it, to {_RELAY_MBIT:g} or less.")
     if network.delay_ms and network.mbit > _RELAY_MBIT:
-        what = f"with a delay, links of more than {_RELAY_MBIT:g} Mbit/s cannot be kept up on one machine"
+        what = f"with a delay, links of more than {_RELAY_MBIT:g} Mbit/s cannot be sustained on one machine"
         yield Problem("network.mbit", what, f"Set it to {_RELAY_MBIT:g} or less.")
     asked = [("workers", compare.workers), *((f"setting '{one.name}'", one.workers) for one in compare.setting)]
     for place, workers in asked:

@@ -36,7 +36,7 @@ _INIT = (
     'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && mount -t proc proc /proc '
     "&& ip link set lo up && echo up && exec sleep infinity"
 )
-_FIX = "Leave [network] away, or set isolate = false."
+_FIX = "Remove [network], or set isolate = false."
 _PATIENCE_S = 30.0
 _QUEUE_MS = 50
 _BURST_S, _LEAST_BURST = 0.002, 1 << 16
@@ -83,7 +83,7 @@ class NamespaceHost:
             table = Path(f"/proc/{self.init_pid}/net/dev").read_text()
         except OSError as error:
             what = f"{self.name} of the comparison ended before its run did: {error.strerror}"
-            raise SetupError(what, "Look at the memory of this machine; the same command goes on.") from error
+            raise SetupError(what, "Check the memory of this machine; the same command continues.") from error
         return sent_bytes(table, self._interface)
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ def _init_of(unshare: subprocess.Popen[str]) -> int:
     if children := children_of(unshare.pid):
         return children[0]
     _end(unshare)
-    raise SetupError("a host for the comparison ended at once, or this kernel does not tell its children", _FIX)
+    raise SetupError("a host for the comparison ended at once, or this kernel does not list child processes", _FIX)
 
 
 def _held(command: Sequence[str]) -> subprocess.Popen[str]:

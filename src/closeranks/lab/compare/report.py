@@ -168,7 +168,7 @@ def conditions(story: ComparisonResult) -> str:
     seeds = ", ".join(map(str, compare.seeds))
     runs = f"Each setting ran with seeds {seeds}" + (f", {compare.repeats} times each" if compare.repeats > 1 else "")
     parts = [f"{runs}, settings in turns. ± is the standard deviation over the runs that finished."]
-    others = [f"{table.baseline.name} is what `x`, `speed-up` and `above baseline` are against, seed by seed."]
+    others = [f"{table.baseline.name} is the baseline of `x`, `speed-up` and `above baseline`, seed by seed."]
     network = compare.network
     if network is not None:
         width = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
@@ -177,7 +177,7 @@ def conditions(story: ComparisonResult) -> str:
         )
         parts.append("Bytes are those that crossed the links.")
     elif story.uncounted:
-        but = ", but in runs from before" if any(one.bytes_total is not None for one in story.outcomes) else ""
+        but = ", except in earlier runs" if any(one.bytes_total is not None for one in story.outcomes) else ""
         parts.append(f"Bytes were not measured{but}: {story.uncounted}.")
     else:
         parts.append("Bytes are those that the workers sent one another over loopback.")

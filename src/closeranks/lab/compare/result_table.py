@@ -198,7 +198,7 @@ def _beside(
 
 
 def _reason(group: Sequence[ComparisonRunOutcome]) -> str:
-    """``diverged in 2 of 3 runs: its loss is not finite since step 4``; the first of each kind speaks for it."""
+    """``diverged in 2 of 3 runs: its loss is not finite from step 4``; the first of each kind speaks for it."""
     parts = []
     for state in dict.fromkeys(one.state for one in group if not one.is_sound):
         those = [one for one in group if one.state == state]

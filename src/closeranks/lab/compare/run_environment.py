@@ -31,10 +31,10 @@ def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
     far = next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), "")
     if network is not None:
         if far:
-            fix = "Name a copy on this machine, or leave [network] away."
+            fix = "Name a copy on this machine, or remove [network]."
             raise SetupError(f"the job needs {far}, which the hosts of [network] cannot reach", fix)
         if reason := unavailable_reason(shaped=bool(network.mbit)):
-            raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Leave [network] away, or be root.")
+            raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Remove [network], or run as root.")
         return RunEnvironment(network, is_counted=True)
     if not plan.compare.isolate:
         return RunEnvironment(None, is_counted=False, not_counted_reason="isolate = false")

@@ -141,10 +141,10 @@ def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
     """How a run ended, and why in words where it did not end well."""
     steps = history.steps
     if steps and _is_lost(steps[-1]):
-        return DIVERGED, f"its loss is not finite since step {_since(steps, _is_lost)}"
+        return DIVERGED, f"its loss is not finite from step {_since(steps, _is_lost)}"
     has_failed = record.exit_code != 0 and not record.is_stopped
     if has_failed and steps and not steps[-1].taken:
-        return DIVERGED, f"its gradients are not finite since step {_since(steps, lambda step: not step.taken)}"
+        return DIVERGED, f"its gradients are not finite from step {_since(steps, lambda step: not step.taken)}"
     if has_failed:
         detail = history.ended.detail if history.ended is not None else ""
         return FAILED, _first_sentence(detail or record.said or f"exit status {record.exit_code}")

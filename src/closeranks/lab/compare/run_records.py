@@ -107,7 +107,7 @@ def disk_errors_explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise SetupError(what, "Set folder, or make it yours.") from error
+        raise SetupError(what, "Set folder to a writable one.") from error
 
 
 def last_output(output: str) -> str:

@@ -86,7 +86,7 @@ def _stopped_in_order() -> Iterator[None]:
 
     heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_sighup_ignored(number)]
     before = {number: signal.signal(number, stop) for number in heard}
-    again = "Everything is stopped; the same command goes on with the runs that are missing."
+    again = "Everything is stopped; the same command continues with the missing runs."
     try:
         yield
     except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def _carry_out(plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, 
     try:
         return _started_and_watched(plan, place, run, slot)
     except OSError as error:
-        fix = "Mend that; the same command goes on with the runs that are missing."
+        fix = "Fix that; the same command continues with the missing runs."
         raise SetupError(f"a run cannot be carried out: {error}", fix) from error
 
 

@@ -95,7 +95,7 @@ def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) ->
     write_report(folder, summary, facts)
     typer.echo()
     print_summary(summary)
-    typer.echo(f"\n{summary.sentence}\nwritten down in {folder / 'drill.md'} and {folder / 'drill.json'}")
+    typer.echo(f"\n{summary.sentence}\nwritten to {folder / 'drill.md'} and {folder / 'drill.json'}")
     return summary.has_passed
 
 
@@ -108,7 +108,7 @@ def _prepare(orders: DrillRequest) -> tuple[Job, int]:
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
     if not job.elastic.enabled:
-        raise UserError("elastic.enabled is false: this job survives no fault", "Leave elastic.enabled away.")
+        raise UserError("elastic.enabled is false: this job survives no fault", "Remove elastic.enabled.")
     if job.train.steps is not None and not job.checkpoint.resume:
         _faults(orders, job.train.steps, num_workers)
     else:
@@ -195,7 +195,7 @@ def train_with_faults(
     """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
     asked = parse_faults(text)
     if asked.kinds:
-        what = f"`{asked.kinds[0]}` does not say when and whom"
+        what = f"`{asked.kinds[0]}` does not say which rank and step"
         raise UserError(what, f"Write {asked.kinds[0]}(rank=1, step=3), or let `closeranks drill` choose.")
     job = load_job(path, overrides).value
     check_faults(asked.faults, launch.workers_of(job, num_workers), job.train.steps)
@@ -204,6 +204,6 @@ def train_with_faults(
         launch.train(path, overrides, num_workers, on_turn=injector, party=party)
     for strike in injector.injections:
         if strike.error:
-            typer.echo(f"{strike.fault} could not strike: {strike.error}", err=True)
+            typer.echo(f"{strike.fault} could not be injected: {strike.error}", err=True)
     for fault in injector.missed:
-        typer.echo(f"{fault} did not strike: the run was over", err=True)
+        typer.echo(f"{fault} was not injected: the run was over", err=True)

@@ -17,7 +17,7 @@ from closeranks.telemetry.run_log.fault_history import TimedEvent
 
 _LEAVING_S = 1.0
 """Who is asked to leave has that long before it must be seen to."""
-_MISSED = "it did not strike: the run was over; with steps as short as these, train longer or ask for fewer faults"
+_MISSED = "it was not injected: the run was over; with steps this short, train longer or ask for fewer faults"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class DrillResult:
             return f"{head}, but {self.state}."
         if self.samples is False:
             return f"{head}, but some steps took other samples than the run that never failed."
-        how = f"equal up to {self.tolerance:g}, for the run was resized" if self.tolerance else "equal in every bit"
+        how = f"equal up to {self.tolerance:g}, because the run was resized" if self.tolerance else "equal in every bit"
         taken = ", the samples are the same" if self.samples else ""
         return f"{head}; the losses of all {self.num_steps} steps and the last state are {how}{taken}."
 
@@ -97,7 +97,7 @@ def fault_results(
 def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: bool) -> FaultResult:
     name, told = str(strike.fault), struck.events
     if strike.error:
-        return FaultResult(name, equal=is_equal, note=f"it could not strike: {strike.error}")
+        return FaultResult(name, equal=is_equal, note=f"it could not be injected: {strike.error}")
     if not strike.fault.about.ends_generation:
         noticed = _noticed_at(strike, told)
         if noticed is None:
@@ -110,10 +110,10 @@ def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: b
         told, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > strike.generation
     )
     if lost is None and strike.fault.kind == "term" and has_finished and struck.ended_at < strike.at + _LEAVING_S:
-        note = f"{strike.note}; the run was over before anybody had to leave"
+        note = f"{strike.note}; the run was over before a worker had to leave"
         return FaultResult(name, None, None, 0, survived=True, equal=is_equal, note=note)
     if lost is None:
-        return FaultResult(name, equal=is_equal, note=f"{strike.note}; it was never noticed")
+        return FaultResult(name, equal=is_equal, note=f"{strike.note}; it was never detected")
     if closed is None or not isinstance(closed.event, RanksClosed):
         what = "every step was finished already" if has_finished else "no step was finished after it"
         noticed_s = max(0.0, lost.at - strike.at)

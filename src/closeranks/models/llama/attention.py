@@ -62,7 +62,7 @@ def _attend_apart(queries: Tensor, keys: Tensor, values: Tensor, attention: str,
     if queries.device.type != "cuda":
         return _attend_biased(queries, keys, values, bias)
     if attention == "flash":
-        what = 'model.attention = "flash" cannot keep documents that share a row apart: that kernel takes no mask'
+        what = 'model.attention = "flash" cannot separate documents that share a row: that kernel takes no mask'
         raise ModelError(what, 'Set model.attention = "auto", or data.packing = "stream".')
     with sdpa_kernel(_BACKENDS[attention], set_priority=True):
         return _attend_biased(queries, keys, values, bias)

@@ -66,10 +66,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> LlamaShape:
         **_rope(config, name),
     )
     if problems := shape_problems(shape):
-        raise ModelError(f"{name} describes no model that can be built: {problems[0]}", "Mend the file.")
+        raise ModelError(f"{name} describes no model that can be built: {problems[0]}", "Fix the file.")
     head_dim = config.get("head_dim")
     if head_dim not in (None, shape.head_dim):
-        what = f"{name} says head_dim = {head_dim}, and our Llama's heads have hidden_size / num_attention_heads"
+        what = f"{name} says head_dim = {head_dim}, but our Llama supports only hidden_size / num_attention_heads"
         raise ModelError(f"{what} = {shape.head_dim}", "Such a model cannot be loaded.")
     return shape
 
@@ -77,8 +77,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> LlamaShape:
 def _refuse_foreign(config: Mapping[str, Any], name: str) -> None:
     kind, architectures = config.get("model_type"), config.get("architectures") or [ARCHITECTURE]
     if kind != MODEL_TYPE:
-        what = f"{name} says model_type = {kind!r}, and of Hugging Face's models closeranks takes '{MODEL_TYPE}' alone"
-        raise ModelError(what, "Name a Llama's folder, or bring the model as your own factory.")
+        what = f"{name} says model_type = {kind!r}, but of Hugging Face's models closeranks loads only '{MODEL_TYPE}'"
+        raise ModelError(what, "Name a Llama's folder, or build the model in a factory of your own.")
     if architectures not in ([ARCHITECTURE], ["LlamaModel"]):
         what = f"{name} says architectures = {architectures!r}, not ['{ARCHITECTURE}']"
         raise ModelError(what, "Name the folder of a causal language model.")
@@ -91,8 +91,8 @@ def _refuse_foreign(config: Mapping[str, Any], name: str) -> None:
 def _number(config: Mapping[str, Any], key: str, name: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        said = f"{name} does not say {key}" if value is None else f"{name} says {key} = {value!r}, which is no size"
-        raise ModelError(said, "Mend the file, or fetch it anew.")
+        said = f"{name} does not say {key}" if value is None else f"{name} says {key} = {value!r}, which is not a size"
+        raise ModelError(said, "Fix the file, or download it again.")
     return value
 
 
@@ -101,7 +101,7 @@ def _fraction(value: Any, default: float, said: str) -> float:
     if value is None:
         return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ModelError(f"{said} = {value!r}, which is no number above 0", "Mend the file, or fetch it anew.")
+        raise ModelError(f"{said} = {value!r}, which is not a number above 0", "Fix the file, or download it again.")
     return float(value)
 
 
@@ -110,22 +110,22 @@ def _rope(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key)), "rope_scaling")
     table = config.get(key) or {}
     if not isinstance(table, Mapping):
-        raise ModelError(f"{name} says {key} = {table!r}, which is no table", "Mend the file, or fetch it anew.")
+        raise ModelError(f"{name} says {key} = {table!r}, which is not a table", "Fix the file, or download it again.")
     theta = table.get("rope_theta", config.get("rope_theta"))
     found: dict[str, Any] = {"rope_theta": _fraction(theta, 10_000.0, f"{name} says rope_theta")}
     kind = table.get("rope_type", table.get("type", "default"))
     if kind not in ("default", "llama3"):
-        what = f"{name} says {key}.rope_type = {kind!r}, and our Llama stretches its positions as 'llama3' does or not"
+        what = f"{name} says {key}.rope_type = {kind!r}, but our Llama supports only 'llama3' and 'default'"
         raise ModelError(what, "Such a model cannot be loaded.")
     if table.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         what = f"{name} says {key}.partial_rotary_factor = {table['partial_rotary_factor']!r}"
-        raise ModelError(f"{what}, and our Llama turns whole heads", "Such a model cannot be loaded.")
+        raise ModelError(f"{what}, but our Llama rotates whole heads", "Such a model cannot be loaded.")
     if kind == "default":
         return {**found, "rope_factor": 1.0}
     for theirs, ours in _STRETCH.items():
         fallback = max_len_of(config) if theirs == "original_max_position_embeddings" else None
         if (value := table.get(theirs, fallback)) is None:
-            raise ModelError(f"{name} does not say {key}.{theirs}", "Mend the file, or fetch it anew.")
+            raise ModelError(f"{name} does not say {key}.{theirs}", "Fix the file, or download it again.")
         found[ours] = _fraction(value, 0.0, f"{name} says {key}.{theirs}")
     return {**found, "rope_original_len": int(found["rope_original_len"])}
 
@@ -235,10 +235,10 @@ def _refuse_unlike(wanted: Shapes, names: Mapping[str, str], odd: Iterable[str],
         raise CheckpointError(what, "Set model.tied = true, as the weights have it.")
     if missing:
         count = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        have = f"; it has '{odd[0]}', which the model has not" if odd else ""
+        have = f"; it has '{odd[0]}', which the model does not have" if odd else ""
         what = f"{place} has no '{missing[0]}'{count} of the model's {len(wanted)} tensors{have}"
         raise CheckpointError(what, "Name weights of this model, or change [model] to theirs.")
     if odd:
         count = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        what = f"{place} has '{odd[0]}'{count}, which the model has not"
+        what = f"{place} has '{odd[0]}'{count}, which the model does not have"
         raise CheckpointError(what, "Name weights of this model, or change [model] to theirs.")

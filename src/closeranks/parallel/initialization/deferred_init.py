@@ -135,7 +135,7 @@ class _Recorder(TorchDispatchMode):
                 return self._value(args[0]).item()
         written = list(_written(func, args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in written):
-            raise NotRecordable(f"{func} changes a tensor that was there before")
+            raise NotRecordable(f"{func} changes a tensor that existed before")
         args, kwargs = tree_map_only(Tensor, self._without_data, (args, kwargs))
         given = tree_map_only(Tensor, self._view, (args, kwargs))
         result = self._execute(func, args, kwargs)
@@ -145,7 +145,7 @@ class _Recorder(TorchDispatchMode):
     def registered(self, name: str, tensor: Tensor) -> StorageView:
         """The view behind a parameter or buffer."""
         if not isinstance(tensor, FakeTensor):
-            raise NotRecordable(f"'{name}' was there before the factory ran")
+            raise NotRecordable(f"'{name}' existed before the factory ran")
         if is_lazy(tensor):
             raise NotRecordable(f"'{name}' has no shape yet")
         return self._view(tensor)
@@ -204,7 +204,7 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         if kwargs.get("generator") is not None:
-            raise NotRecordable("the factory draws from a generator of its own")
+            raise NotRecordable("the factory uses a random generator of its own")
         number, state = len(self.program.draws), _state()
         start = self._states.get(state)
         unknown = torch.frombuffer(bytearray(state), dtype=torch.uint8)

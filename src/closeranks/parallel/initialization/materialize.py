@@ -84,7 +84,7 @@ def build_module(
     source = _Kept(dict(named_tensors(module)))
     to_meta(module)
     why = f"({reason})" if reason else "(the workers' factories do not agree)"
-    warning = f"{spec.name} is built whole in the memory of every worker's host before it is cut {why}."
+    warning = f"{spec.name} is built whole in host memory by every worker before it is sharded {why}."
     return BuiltModule(module, source, is_meta=True, warning=warning)
 
 

@@ -53,7 +53,7 @@ class HiddenStateMeta:
 
     def encode(self) -> list[int]:
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
-            what = f"a stage gave a {self.dtype} tensor of shape {list(self.shape)}, which cannot travel between stages"
+            what = f"a stage gave a {self.dtype} tensor of shape {list(self.shape)}, which stages cannot send"
             raise ModelError(what, f"Use one of {', '.join(map(str, _DTYPES))} and at most {_MOST_DIMS} dims.")
         dims = [*self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
         return [_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.shape), *dims]
@@ -111,8 +111,8 @@ class P2PChannel:
             header = torch.tensor(form.encode(), dtype=torch.int64, device=self.device)
             self._track(self._start(dist.isend, header, peer, boundary))
         elif known != form:
-            what = f"stage {boundary} gave {form} for a micro-batch like one that gave {known}"
-            fix = "A stage's output may depend on the shapes of its micro-batch alone; freeze before the first step."
+            what = f"stage {boundary} gave {form} for a micro-batch of the same shapes as one that gave {known}"
+            fix = "A stage's output may depend only on the shapes of its micro-batch; freeze before the first step."
             raise ModelError(what, fix)
 
     def receive_meta(self, boundary: int, signature: Hashable, peer: int) -> HiddenStateMeta:

@@ -80,7 +80,7 @@ def _refuse_what_no_unit_holds(module: nn.Module, units: Sequence[str]) -> None:
     for unit in units:
         around = next((other for other in units if unit.startswith(f"{other}.")), None)
         if around is not None:
-            what = f"unit '{unit}' of the model's chain stands inside unit '{around}', so no stage can be cut between"
+            what = f"unit '{unit}' of the model's chain is inside unit '{around}', so no stage can be cut between"
             raise ModelError(what, "Name modules that do not contain one another.")
     for name, _ in module.named_parameters(remove_duplicate=False):
         if _unit_of(name, units) is None:

@@ -103,7 +103,7 @@ def _follow(one: ParameterEntry, cuts: Mapping[str, ParameterSharding]) -> Param
         return own
     due = ParameterSharding(0) if weight.dim == 0 else ParameterSharding(is_partial=own.is_partial)
     if own.dim is not None and own.dim != due.dim:
-        what = f"the bias {one} is to be split along dim {own.dim}, but its weight is not split so"
+        what = f"the bias {one} is to be split along dim {own.dim}, but its weight is not split that way"
         raise ModelError(what, "Leave the bias out of the tensor entries: it follows its weight.")
     return due
 
@@ -114,9 +114,9 @@ def _check_used(patterns: Sequence[str], names: Sequence[str]) -> None:
         if pattern in taken:
             continue
         if any(fnmatchcase(name, pattern) for name in names):
-            what = f"the tensor entry '{pattern}' matches only what an entry before it has taken"
+            what = f"the tensor entry '{pattern}' matches only what earlier entries take"
             raise ModelError(what, "Put the narrower pattern first, or remove one of them.")
-        raise ModelError(f"the tensor entry '{pattern}' matches nothing of the model", _nearest(pattern, names))
+        raise ModelError(f"the tensor entry '{pattern}' matches nothing in the model", _nearest(pattern, names))
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
@@ -140,7 +140,7 @@ def _check_cut(one: ParameterEntry, cut: ParameterSharding, size: int) -> None:
         one.kind == "linear" and cut.dim == 1 and one.has_bias
     )
     if ours_to_compute and not one.is_plain:
-        what = f"{one} belongs to a {one.label} with a forward of its own, which does not expect a share"
+        what = f"{one} belongs to a {one.label} with a forward of its own, which does not expect a shard"
         raise ModelError(what, "Split it along the other dim, or use the plain torch class.")
 
 

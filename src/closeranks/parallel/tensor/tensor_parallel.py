@@ -265,7 +265,7 @@ def explain_sharding_error(error: RuntimeError, pieces: Iterable[Piece]) -> Mode
                 what = (
                     f"{one_line_error(error)}; '{piece.name}' {list(whole)} is split along dim {dim} into {here} each"
                 )
-                fix = "What reads it must take a share (use -1 in view and reshape), or its entry needs whole = true."
+                fix = "What reads it must accept a shard (use -1 in view and reshape), or its entry needs whole = true."
                 return ModelError(what, fix)
     return None
 

@@ -88,5 +88,5 @@ def check_last_step(job: Job, schedule: BatchSchedule, num_ranks: int) -> None:
         what = f"synchronised batch norm, but the last step's {num_micro} micro-batches do not divide evenly among "
         what += f"{num_ranks} data ranks"
         raise ConfigError(
-            [Problem("layout.batch_norm", what, "Give train.steps instead of epochs: all are then full.")]
+            [Problem("layout.batch_norm", what, "Give train.steps instead of epochs: every step is then full.")]
         )

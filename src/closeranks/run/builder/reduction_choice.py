@@ -65,7 +65,7 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
     inside, across = levels
     ways = _two_levels(inside, compressed_reductions(config, across, plan))
     return ReductionChoice(
-        ways, f"{_of_levels(inside, across)}; across, {describe_compressed_sync(config, plan)}", True, plan
+        ways, f"{_of_levels(inside, across)}; across hosts, {describe_compressed_sync(config, plan)}", True, plan
     )
 
 
@@ -113,7 +113,7 @@ def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
 def describe_compressed_sync(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
     """Describes the compression, for people."""
     since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
-    rest = ", the rest is remembered" if config.feedback else ", the rest is lost"
+    rest = ", with error feedback" if config.feedback else ", without error feedback"
     return f"{describe_compression(config, what)}{since}{rest}"
 
 
@@ -121,6 +121,6 @@ def _of_levels(inside: RankGroup, across: RankGroup) -> str:
     topology = Topology(across.size, inside.size)
     share, flat = inter_host_bytes("hierarchical", 1.0, topology), inter_host_bytes("ring", 1.0, topology)
     return (
-        f"gradients are summed inside hosts of {inside.size}, then across {across.size}, then spread inside: "
+        f"gradients are summed inside hosts of {inside.size}, then across {across.size}, then gathered inside: "
         f"{share:.2f} times their size crosses between hosts instead of {flat:.2f}"
     )

@@ -62,7 +62,7 @@ def from_python(
     job = load_job(None, extra=extra).value
     if eval_data is not None and loss is None:
         raise UserError(
-            "eval_data is given, but no loss to judge it by", "Pass loss as well: a function of (model, batch)."
+            "eval_data is given, but no loss to evaluate it with", "Pass loss as well: a function of (model, batch)."
         )
 
     def ingredients() -> RunInputs:

@@ -76,10 +76,10 @@ class Batches(Component):
 
     def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
         """From now on the samples of each step are logged."""
-        whose = f"the log of samples of rank {self.rank}"
+        whose = f"the sample log of rank {self.rank}"
 
         def on_lost(why: str) -> None:
-            emit(Warned(f"{whose} cannot be written ({why}): training goes on, and it is written once it can be"))
+            emit(Warned(f"{whose} cannot be written ({why}): training continues, and writing is retried"))
 
         def on_back(num_dropped: int) -> None:
             lost = f"{num_dropped} bytes of it were lost" if num_dropped else "nothing was lost"
@@ -149,7 +149,7 @@ class Batches(Component):
         self.loader.set_shares(shares)
         if shares != before:
             told = "+".join(map(str, shares))
-            self._news[step] = f"replicas share the micro-batches of a step as {told} from now on, by their speed"
+            self._news[step] = f"replicas split the micro-batches of a step {told} from now on, by their speed"
 
     def tree(self) -> dict[str, Any]:
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
@@ -171,7 +171,7 @@ class Batches(Component):
             if found.setdefault(replica, bad) != bad:
                 odd = sorted(set(found[replica]) ^ set(bad))
                 what = f"sample {odd[0] if odd else bad} can be read by some ranks of a replica and not by others"
-                fix = "Mend the copy on the host that cannot read it, or set data.on_bad = 'stop' to see its error."
+                fix = "Fix the copy on the host that cannot read it, or set data.on_bad = 'stop' to see its error."
                 raise DataError(what, fix, step=step + 1)
 
     def close(self) -> None:

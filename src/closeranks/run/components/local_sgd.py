@@ -105,9 +105,7 @@ class LocalSgd(Component):
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
             plan = compression_schedule(compress, self._context.schedule.num_steps)
-            said["sync"] = describe_compressed_sync(compress, plan, "what was learnt apart").replace(
-                "travel ", "travels "
-            )
+            said["sync"] = describe_compressed_sync(compress, plan, "the outer gradient").replace("travel ", "travels ")
         return said
 
     def _rebalance(self, step: int) -> None:
@@ -220,8 +218,8 @@ def _ways(job: Job, across: RankGroup, plan: CompressionSchedule | None) -> Redu
 
 
 def describe_local_sgd(local: LocalConfig, num_replicas: int) -> str:
-    """``2 replicas train apart and meet every 32 steps: DiLoCo, outer lr 0.7, momentum 0.9``."""
-    who = f"{num_replicas} replicas train apart and meet" if num_replicas > 1 else "1 replica meets itself"
+    """``2 replicas, outer step every 32 steps: DiLoCo, outer lr 0.7, momentum 0.9``."""
+    who = f"{num_replicas} replicas, outer step" if num_replicas > 1 else "1 replica, outer step"
     when = f"every {local.every} steps" if local.every > 1 else "after every step"
     if local.fragments > 1:
         when += f", one of {local.fragments} fragments every {local.every // local.fragments}"

@@ -149,7 +149,7 @@ class Model(Component):
         found = [(n, m) for stage in self.applied.stages.values() for n, m in stage.named_modules()]
         names = [name for name, module in found if type(module).get_extra_state is not nn.Module.get_extra_state]
         return [
-            f"what get_extra_state of '{name}' gives is not saved, and a resumed run begins without it"
+            f"the result of get_extra_state of '{name}' is not saved, and a resumed run starts without it"
             for name in names
         ]
 

@@ -40,7 +40,7 @@ def atomic_folder(place: Path) -> Iterator[Path]:
 def refuse_existing(place: Path) -> None:
     """Checked before hours of work: only an empty or missing folder may be filled."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise SetupError(f"{place} is there already, and is not overwritten", "Name another place, or remove it first.")
+        raise SetupError(f"{place} already exists and is not overwritten", "Choose another path, or remove it first.")
 
 
 def _sync(folder: Path) -> None:

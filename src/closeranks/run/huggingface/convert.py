@@ -92,16 +92,16 @@ def export_hf(
 def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[str, ...]:
     if any(name in written for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return (f"The tokenizer is the one of {hub['source']}: {', '.join(written)}.",)
-    return ("No tokenizer is written: put the one that the data was read with beside it.",)
+    return ("No tokenizer is written: add the one that the data was tokenized with.",)
 
 
 def _saved_llama(weights: CheckpointWeights, place: str) -> tuple[LlamaShape, int]:
     config = ResolvedSettings(validate_tree(weights.tree, weights.path).get("config") or {})
     table, seq_len = config.get("model"), config.get("data.seq_len")
     if not isinstance(table, dict) or table.get("name") != "llama":
-        what = f"{weights.path} holds the model '{config.get('model.name')}'; Hugging Face's folders are written for"
-        fix = f"Write its weights alone: closeranks ckpt convert {shlex.quote(place)} OUT.safetensors --to safetensors."
-        raise ModelError(f"{what} a Llama alone", fix)
+        what = f"{weights.path} holds the model '{config.get('model.name')}'; Hugging Face folders are only written for"
+        fix = f"Write only its weights: closeranks ckpt convert {shlex.quote(place)} OUT.safetensors --to safetensors."
+        raise ModelError(f"{what} Llama models", fix)
     try:
         shape = LlamaConfig.model_validate(table).shape()
     except ValidationError as error:
@@ -152,7 +152,7 @@ def _folder_of(place: str) -> Path:
 def _published_config(place: str) -> dict[str, Any]:
     """Read before the weights are opened, so that the error for a wrong folder names the file that is missing."""
     if detect_format(place) == OURS:
-        raise CheckpointError(f"{place} is a checkpoint of ours already", "Name it as checkpoint.weights.")
+        raise CheckpointError(f"{place} is already a closeranks checkpoint", "Name it as checkpoint.weights.")
     return read_json(_folder_of(place) / CONFIG)
 
 
@@ -181,10 +181,10 @@ def _job_text(table: Mapping[str, Any], job: Job) -> str:
     """A job file with the values that the weights determine, and defaults for the rest."""
     data, train = job.data, job.train
     lines = [
-        "# The model of imported weights, and a job that goes on from them. What is under data and train is a start:"
+        "# The model of imported weights, and a job that trains them further. Change what is under data and train:"
     ]
     lines += [
-        "# the text is read as bytes, so bring data in the tokens that the weights were trained on.",
+        "# the text is read as bytes, so use data in the tokens that the weights were trained on.",
         "",
         "[model]",
     ]

@@ -109,7 +109,7 @@ def check_axes(job: Job) -> Iterable[Problem]:
     for name in ("context", "expert"):
         value = getattr(job.layout, name)
         if value != 1:
-            what = f"{value} is planned, but this version trains on the axes data, tensor and pipeline alone"
+            what = f"{value} is planned, but this version only supports the axes data, tensor and pipeline"
             yield Problem(f"layout.{name}", what, "Set it to 1.")
 
 
@@ -119,13 +119,13 @@ def check_compress(job: Job) -> Iterable[Problem]:
     if config.name == "none":
         return
     if job.train.precision == "fp16":
-        what = "what is left unsent would be in the loss scale of one step and be added in that of another"
+        what = "the compression error of one step would be added in the next under another loss scale"
         yield Problem("sync.compress.name", what, 'Set train.precision = "bf16", or sync.compress.name = "none".')
     if job.layout.zero == 3 and job.layout.tensor > 1:
-        what = "with zero=3, units hold what tensor ranks have alike, and codes of it would come apart"
+        what = "with zero=3, units hold parameters that tensor ranks replicate, and compression would make them diverge"
         yield Problem("sync.compress.name", what, 'Set layout.zero = 2 or less, or sync.compress.name = "none".')
     if config.name == "onebit" and job.optim.name not in ("adamw", "sgd"):
-        what = f"onebit goes with adamw and sgd, not with {job.optim.name}: sizes of gradients are lost"
+        what = f"onebit works with adamw and sgd, not with {job.optim.name}: it loses gradient magnitudes"
         yield Problem("sync.compress.name", what, 'Set optim.name = "adamw", or sync.compress.name = "int8".')
     steps = job.train.steps
     if steps is not None and config.num_warmup(steps) >= steps:
@@ -143,7 +143,7 @@ def check_noise(job: Job) -> Iterable[Problem]:
     layout, train, off = job.layout, job.train, "or train.noise_every = 0"
     if layout.zero == 3 or layout.tensor * layout.pipeline > 1:
         axis = "zero = 3" if layout.zero == 3 else "the tensor axis" if layout.tensor > 1 else "the pipeline axis"
-        what = f"the noise scale needs gradients that a rank has whole before they are summed, and with {axis} none has"
+        what = f"the noise scale needs full gradients on a rank before the sum, and with {axis} no rank has them"
         yield Problem("train.noise_every", what, f"Use data ranks with layout.zero = 0, 1 or 2, {off}.")
     if micro_batch_size(job) >= train.global_batch:
         what = f"a step of {train.global_batch} samples is one micro-batch: there is no smaller one to compare it with"

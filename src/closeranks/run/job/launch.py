@@ -170,7 +170,7 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
     try:
         if num_workers not in (0, world.size):
             what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
-            raise ConfigError([Problem("-n", what, "Leave it away.")])
+            raise ConfigError([Problem("-n", what, "Leave it out.")])
         job = resolve_existing_paths(load_job(path, overrides).value, path)
         # A job that is resumed may have a micro-batch that it does not name: the session looks and checks.
         if not job.checkpoint.resume and (problems := check_workers(job, world.size)):
@@ -286,7 +286,7 @@ def parse_hosts(text: str) -> tuple[int, int]:
     """``2`` or ``1:4``: how many hosts it begins with, and up to how many it grows."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
-        raise ConfigError([Problem("--hosts", f"'{text}' is no number of hosts", "Write 2, or 1:4 to begin with 1.")])
+        raise ConfigError([Problem("--hosts", f"'{text}' is not a host count", "Write 2, or 1:4 to begin with 1.")])
     return int(first), int(last or first)
 
 
@@ -305,7 +305,7 @@ def plan_for(
         num_workers=num_workers,
         entry=entry,
         payload=payload,
-        # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is there already.
+        # The first optimizer step imports torch._dynamo: about a second in each worker, unless it is loaded already.
         preload=("closeranks.run.worker.entry", "torch._dynamo", *preload),
         sys_path=tuple(sys.path[:2]) if preload else (),
         environment=child_environment(_threads(threads, num_workers)),

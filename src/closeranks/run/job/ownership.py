@@ -40,7 +40,7 @@ _RETRY_S = 0.05
 _MAX_TRIES = 200
 _MISTAKES = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 """Permanent errors of a place, as opposed to temporary ones."""
-_OTHER = "Set folder, or make it yours."
+_OTHER = "Set folder to a writable one."
 _OWNED: list[tuple[str, Ownership]] = []
 """The leases of this process, for ``check_owned``."""
 
@@ -111,8 +111,8 @@ def check_owned() -> None:
     """Raise ``SetupError`` if another process has taken over one of our places: its writes and ours must not mix."""
     for place, mine in _OWNED:
         if mine.is_gone:
-            what = f"{place} is no longer this run's: it was not heard of for too long, and another run took it over"
-            raise SetupError(what, "This run ends without saving; the other goes on from the last checkpoint.")
+            what = f"{place} is no longer this run's: its lease was not renewed in time, and another run took it over"
+            raise SetupError(what, "This run ends without saving; the other continues from the last checkpoint.")
 
 
 def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> OwnedRunFolder:
@@ -188,7 +188,7 @@ def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) 
         raise _refusal(f"{key} {place}", error.rival, key) from None
     except StaleListingError as error:
         if job.checkpoint.resume == "auto":
-            fix = "Name the checkpoint to go on from in checkpoint.resume, or save elsewhere."
+            fix = "Name the checkpoint to resume from in checkpoint.resume, or save elsewhere."
             raise SetupError(f"checkpoint.resume=auto is not safe here: {error}", fix) from error
         _say(f"{key}: {error}")
     except StorageError as error:
@@ -200,7 +200,7 @@ def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) 
 
 
 def _refusal(what: str, rival: Lease, key: str) -> SetupError:
-    ways = ["Wait until it has ended (run.wait_s=600 waits so long)"]
+    ways = ["Wait until it has ended (run.wait_s=600 waits up to 600 s)"]
     if rival.pid:
         ways.append(f"stop it with `kill {rival.pid}` on its host, which saves first")
     if key == "run.folder":
@@ -209,5 +209,5 @@ def _refusal(what: str, rival: Lease, key: str) -> SetupError:
         ways.append(f"or set another {key}")
     if rival.is_of_other_host and rival.is_valid(time.time()):
         ends = time.strftime("%H:%M:%S", time.localtime(rival.expires_at))
-        ways[-1] += f". If it was killed, the place is free after {ends}"
+        ways[-1] += f". If it was killed, its lease expires at {ends}"
     return SetupError(f"{what} is in use by {rival.holder}", f"{', '.join(ways)}.")

@@ -104,7 +104,7 @@ def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
     said = f"layout {_text(full)} -> {_text(layout)}"
     if layout.pipeline > 1 and layout.schedule != full.schedule:
         said += f" by {layout.schedule}"
-    words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; batch, order and learning rate stay"
+    words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; same batch, order and learning rate"
     if job.layout.batch_norm == "sync" and layout.data != full.data:
         words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
     return "; ".join(filter(None, (words, replica_groups.describe_resize(job.sync, fitted.sync))))

@@ -29,7 +29,7 @@ def choose_folder(job: Job, stem: str, own: Path | None = None) -> Path:
     if resumed is None:
         return free_folder(wanted, own)
     if not holds_run(resumed) and (foreign := _would_replace(resumed)):
-        what = f"{resumed} holds no run, but {foreign}, which the run would write over"
+        what = f"{resumed} holds no run, but {foreign}, which the run would overwrite"
         raise SetupError(what, "Set run.folder to a folder of its own.")
     return resumed
 
@@ -58,11 +58,11 @@ def _refuse_if_shared(folder: Path) -> None:
     elif place == home:
         what = "your home folder"
     elif (place == here or place in here.parents) and not holds_run(folder):
-        what = "the working folder" if place == here else "a folder around the working folder"
+        what = "the working folder" if place == here else "a parent of the working folder"
     else:
         return
-    fix = "Set run.folder to a folder of its own, such as runs/first; it is made if it is not there."
-    raise SetupError(f"run.folder = {folder} is {what}, and a run needs one for itself", fix)
+    fix = "Set run.folder to a folder of its own, such as runs/first; it is created if it does not exist."
+    raise SetupError(f"run.folder = {folder} is {what}, and a run needs a folder of its own", fix)
 
 
 def free_folder(wanted: Path, own: Path | None = None) -> Path:
@@ -157,7 +157,7 @@ def remove_refused_folder(folder: Path) -> None:
 
 def unwritable_error(folder: Path, error: OSError) -> SetupError:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    fix = "Set run.folder to a place you can write to that has room."
+    fix = "Set run.folder to a writable folder with free space."
     return SetupError(f"the run folder {folder} cannot be written: {reason}", fix)
 
 

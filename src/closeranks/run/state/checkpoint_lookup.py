@@ -28,7 +28,7 @@ _PLACES = "Name a run folder, its checkpoints folder, one checkpoint in it, or a
 def require_checkpoints(place: str) -> Catalogue:
     """All that lies there; nothing at all is a mistake in the place."""
     if not place.strip():
-        raise CheckpointError("the name of the place is empty", _PLACES)
+        raise CheckpointError("the path is empty", _PLACES)
     catalogue = find_checkpoints(place)
     if not catalogue.found:
         odd = "".join(f" ({odd.what})" for odd in catalogue.problems if odd.is_damage)

@@ -50,7 +50,7 @@ def _check_format(one: ModelTensor, weights: Weights, found: NameMapping) -> Non
     is_alike = stored.is_floating_point == held.is_floating_point and stored.is_complex == held.is_complex
     if stored != held and (not is_alike or stored.itemsize == 1):
         short, wanted = (str(dtype).removeprefix("torch.") for dtype in (stored, held))
-        what = f"'{name}' in {weights.path} is stored as {short}, which is no plain number for {wanted}"
+        what = f"'{name}' in {weights.path} is stored as {short}, which cannot be converted to {wanted}"
         raise CheckpointError(what, "Use weights that are not quantised.")
 
 

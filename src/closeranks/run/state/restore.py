@@ -173,7 +173,7 @@ def _from_disk(context: RunContext, state: RunState, folder: Path, memory: _Memo
     if found is None and (memory.is_spoilt or passed):
         _begin_anew(context, folder, memory, passed)
     if found is not None or memory.has_lost:
-        memory.notes.append("no state is whole in memory")
+        memory.notes.append("no complete state is in memory")
     memory.notes.extend(passed)
     return (found, "checkpoint") if found is not None else (load_initial_state(context, state, folder), "start")
 
@@ -184,7 +184,7 @@ def _begin_anew(context: RunContext, folder: Path, memory: _Memory, passed: Sequ
     _note_beginning(context, folder)
     context.groups.world.all_gather_text("")  # the first to raise gets the others killed
     what = "; ".join([*memory.notes, *passed])
-    raise CloseranksError(f"no state of this run is sound any more ({what})", "Fresh workers begin from the beginning.")
+    raise CloseranksError(f"no state of this run is valid any more ({what})", "New workers start from the beginning.")
 
 
 @dataclass
@@ -256,7 +256,7 @@ def _told(shelf: SnapshotPaths, host: int) -> list[Any]:
             if looked.header is not None:
                 rows.append([[host, box, file], asdict(looked.header)])
             elif not looked.reason.startswith(_USUAL):
-                notes.append(f"a copy in box {box} of host {host} was passed over: {looked.reason}")
+                notes.append(f"a snapshot in memory of local rank {box} of host {host} was skipped: {looked.reason}")
     return [rows, notes, is_used]
 
 

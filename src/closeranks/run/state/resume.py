@@ -52,7 +52,7 @@ def resume(context: RunContext, state: RunState, folder: Path) -> StartPoint | N
     found = found or _first_sound(context, state, candidates, passed, may_be_done=is_auto)
     if found is not None or (is_auto and not candidates and not passed):
         return found
-    which = "sound checkpoint" if candidates else "checkpoint"
+    which = "valid checkpoint" if candidates else "checkpoint"
     raise CheckpointError(
         f"there is no {which} at {place}" + "".join(f"; {text}" for text in passed),
         "Name a run folder or a checkpoint of an earlier run.",
@@ -79,7 +79,7 @@ def _first_sound(
         if not reasons:
             assert found.reader is not None
             return StartPoint(found.step, found.reader.path, found.reader.tree, tuple(passed))
-        passed.append(f"{name} was passed over: {reasons[0]}")
+        passed.append(f"{name} was skipped: {reasons[0]}")
     return None
 
 
@@ -102,7 +102,7 @@ def _rescued(
     if not reasons:
         assert read.reader is not None
         return StartPoint(rescued.step, rescued.folder, read.reader.tree, is_rescued=True)
-    passed.append(f"{rescued.folder} was passed over: {reasons[0]}")
+    passed.append(f"{rescued.folder} was skipped: {reasons[0]}")
     return None
 
 

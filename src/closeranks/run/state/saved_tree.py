@@ -79,7 +79,7 @@ def validate_tree(tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         value = printable(repr(first["input"]))[:80]
-        what = f"{path} is damaged or foreign: {'.'.join(map(str, first['loc']))} of its state cannot be {value}"
+        what = f"{path} is damaged or invalid: {'.'.join(map(str, first['loc']))} of its state cannot be {value}"
         raise CheckpointError(printable(what), _FIX) from None
     return tree
 

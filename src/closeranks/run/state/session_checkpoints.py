@@ -140,7 +140,7 @@ class SessionCheckpoints(Component):
         every = self._config.every
         if self._is_pending and not self._is_warned and isinstance(every, int) and every and step % every == 0:
             self._is_warned = True
-            what = f"a save takes longer than checkpoint.every = {every} steps: one that is due meanwhile is left out"
+            what = f"a save takes longer than checkpoint.every = {every} steps: saves due meanwhile are skipped"
             self._emit(Warned(what, step))
 
     def grant_save(self) -> None:
@@ -243,7 +243,7 @@ class SessionCheckpoints(Component):
                 written = next(report for report in reports if report.kind == "committed")
                 self._emit(Saved(step, path, written.num_bytes, written.seconds))
             return SetupError(
-                error.what, f"The state of step {step} lies in {path} instead. {resume_advice(Path(place))}"
+                error.what, f"The state of step {step} is in {path} instead. {resume_advice(Path(place))}"
             )
         return error
 
@@ -273,7 +273,7 @@ class SessionCheckpoints(Component):
         if saver.went_remote(step) and self._everywhere("remote" not in failed):  # only the remote tier succeeded
             return f"{self._settings.remote.rstrip('/')}/{saver.path_of(step).rpartition('/')[2]}"
         what = failed.get("primary") or "another worker could not save its part of the state"
-        raise SetupError(what, "Mend that, and resume: the checkpoint before this one still counts.")
+        raise SetupError(what, "Fix that, and resume: the previous checkpoint is still valid.")
 
     def close(self) -> None:
         if self._own is not None:

@@ -194,7 +194,7 @@ class SessionSnapshots(Component):
         self._lost_s += joined.late_s if self._every == 1 else joined.stall_s
         if joined.problem and not self._is_warned:
             self._is_warned = True
-            what = f"rank {self._context.world.rank}: {joined.problem}; training goes on"
+            what = f"rank {self._context.world.rank}: {joined.problem}; training continues"
             self._emit(Warned(what, joined.step))
 
     def _is_time(self, step: int) -> bool:

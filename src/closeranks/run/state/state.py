@@ -92,7 +92,7 @@ class RunState:
         """
         tree = saved.tree
         if tree.get("progress") is None or tree.get("identity") is None:
-            what = "the checkpoint holds weights alone, not the state of a run"
+            what = "the checkpoint holds only weights, not the state of a run"
             raise CheckpointError(what, "Name it as checkpoint.weights to start from it.")
         self._refuse_foreign(tree["identity"])
         for check in self._components.phases["check"]:
@@ -111,8 +111,8 @@ class RunState:
             epochs = f"{position / schedule.num_samples:g}"
             raise CheckpointError(f"{what}, after {epochs} epochs", f"Set train.epochs to more than {epochs}.")
         if position != schedule.position(step):
-            what = f"the saved state stands at sample {position}, but step {step} of this run ends at "
-            what += f"{schedule.position(step)}: going on would skip some or take them twice"
+            what = f"the saved state is at sample {position}, but step {step} of this run ends at "
+            what += f"{schedule.position(step)}: resuming would skip samples or repeat them"
             raise CheckpointError(what, "Resume from another checkpoint of the run.")
         return step
 
@@ -154,4 +154,4 @@ class RunState:
                 change = order_change(str(found), str(value)) if key == "order" else plain
                 values = f": {change.saved}, not {change.here}" if change.saved else ""
                 what = f"the state was saved with another {change.name}{values}"
-                raise CheckpointError(what, f"Set {change.keys} back, or start anew without checkpoint.resume.")
+                raise CheckpointError(what, f"Set {change.keys} back, or start a new run without checkpoint.resume.")

@@ -51,7 +51,7 @@ def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
     weight = weight or 1.0
     if num_bad > job.data.max_bad:
         what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {job.data.max_bad}"
-        raise DataError(what, "`closeranks data verify` names them; mend the data, or raise data.max_bad.", step=step)
+        raise DataError(what, "`closeranks data verify` lists them; fix the data, or raise data.max_bad.", step=step)
     return Evaluated(
         step=step,
         loss=loss / weight,

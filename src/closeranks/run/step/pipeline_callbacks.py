@@ -28,8 +28,8 @@ ScaleLoss = Callable[[MicroBatch, Loss], Tensor]
 def compute_loss(model: Model, batch: Batch) -> Loss:
     """The job's own loss of a batch, for a user's own loop."""
     if model.pipeline is not None:
-        what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds some stages of it alone"
-        raise UserError(what, "Call step.run() to train, session.evaluate() to judge, or use pipeline=1.")
+        what = "session.loss(batch) needs the whole model, but in a pipeline each rank holds only some of its stages"
+        raise UserError(what, "Call step.run() to train, session.evaluate() to evaluate, or use pipeline=1.")
     return model.spec.loss(model.module, batch)
 
 

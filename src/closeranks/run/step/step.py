@@ -66,7 +66,7 @@ class Step:
         """This rank's micro-batches. Autocast and the keyed RNG are in effect while the caller uses each one."""
         model = self._model
         if model.pipeline is not None:
-            what = "a pipeline works its micro-batches off by its schedule, not one after the other"
+            what = "a pipeline runs its micro-batches in the order of its schedule, not one by one"
             raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
         for number, loaded in enumerate(self._take(), start=1):
             self._open(loaded.micro_batch)
@@ -160,7 +160,7 @@ class Step:
     def _out_of_turn(self, what: str) -> UserError:
         """The keyed RNG, autocast and the reduction belong to one batch at a time."""
         fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
-        return UserError(f"{what} out of turn", fix, step=self.index + 1)
+        return UserError(f"{what} out of order", fix, step=self.index + 1)
 
 
 def check_between_steps(boundaries: SyncSchedule, step: Step | None, num_done: int) -> None:

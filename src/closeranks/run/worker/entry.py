@@ -102,7 +102,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
     if not world.is_lead or result.reason != "drained":
         return 0
     ending = ENDINGS[overseer.end_reason](
-        f"stopped at step {result.steps}", f"Go on with checkpoint.resume={result.folder}."
+        f"stopped at step {result.steps}", f"Resume via checkpoint.resume={result.folder}."
     )
     print_error(ending, ReportTurn.NOW)
     return ending.exit_code

@@ -57,7 +57,7 @@ def describe_failure(error: BaseException, world: World, num_done: int) -> Close
     if is_consequence(error):
         reason = re.sub(r"^\[\S+\] ", "", plain_message(error)).split(". ")[0]  # without gloo's source line and advice
         what = f"rank {world.rank} lost another rank after step {num_done}: {reason}."
-        return RunFailed(f"{what} Whichever the launcher names first has failed.", rank=world.rank)
+        return RunFailed(f"{what} The rank that the launcher names first has failed.", rank=world.rank)
     text = "".join(traceback.format_exception(error)).rstrip()
     return RunFailed(f"rank {world.rank} failed after step {num_done}:\n{text}", rank=world.rank)
 

@@ -56,8 +56,8 @@ def wait_for_all_ranks(world: World) -> None:
         store.wait([f"{prefix}/all here"])
     except RuntimeError:
         num_missing = world.size - store.add(f"{prefix}/arrived", 0)
-        what = f"{num_missing} of {world.size} ranks did not come to {world.store}"
-        raise SetupError(what, "Look for their own words, and set MASTER_ADDR to what every host reaches.") from None
+        what = f"{num_missing} of {world.size} ranks did not join the rendezvous at {world.store}"
+        raise SetupError(what, "See their logs, and set MASTER_ADDR to an address that every host reaches.") from None
 
 
 def count_failure(world: World) -> int | None:
@@ -110,7 +110,7 @@ def _check_name(host: str, world: World) -> None:
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        what = f"rank 0's host '{host}' is not known here ({error.strerror})"
+        what = f"rank 0's host '{host}' does not resolve ({error.strerror})"
         raise SetupError(what, "Set MASTER_ADDR to its address.", rank=world.rank) from None
 
 

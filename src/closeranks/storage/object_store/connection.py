@@ -56,8 +56,8 @@ def _check_installed(protocol: str, url: str) -> None:
     try:
         get_filesystem_class(protocol)
     except ValueError as error:
-        what = f"'{url}' is no place: nobody knows the protocol '{protocol}'"
-        raise SetupError(what, "Use a folder, s3://bucket/prefix, or another URL of fsspec.") from error
+        what = f"'{url}' is not a valid location: unknown protocol '{protocol}'"
+        raise SetupError(what, "Use a folder, s3://bucket/prefix, or another fsspec URL.") from error
     except ImportError as error:
         package = _EXTRAS.get(protocol)
         fix = f"Install it: pip install '{package}'" if package else f"{error}."

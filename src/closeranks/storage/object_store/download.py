@@ -83,7 +83,7 @@ class _Range:
         url, patience = self.origin.url, self.origin.patience
         data = retry(self._taken, "reading", url, patience, pause=self.stop.wait)
         if len(data) != self.end - self.start:
-            raise _changed(url, f"{len(data)} of {self.end - self.start} bytes came from byte {self.start} on")
+            raise _changed(url, f"{len(data)} of {self.end - self.start} bytes were received from byte {self.start} on")
         return data
 
     def drop(self) -> None:

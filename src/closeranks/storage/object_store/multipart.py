@@ -30,10 +30,8 @@ NUM_STREAMS = 4
 _MOST_PARTS = 10_000
 _MIB = 1 << 20
 PART_SENT = declare_failpoint("part sent", "an upload has begun and holds some of its parts")
-PARTS_SENT = declare_failpoint(
-    "parts sent", "all parts of an upload are with the store, which was not told to join them"
-)
-UPLOADED = declare_failpoint("upload complete", "a data file in an object store is whole")
+PARTS_SENT = declare_failpoint("parts sent", "all parts of an upload are stored, but the upload is not completed")
+UPLOADED = declare_failpoint("upload complete", "a data file in an object store is complete")
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class MultipartSink:
                 self._abort_upload(target)
             target.call("delete_object", "removing")  # whole after all, if only the answer to ``close`` was lost
         except StorageError as error:
-            _LOG.warning("%s; parts of it may be left", error)
+            _LOG.warning("%s; some of its parts may remain", error)
 
     def _send(self) -> None:
         if not self._upload:
@@ -169,7 +167,7 @@ class MultipartSink:
 
     def _abort_upload(self, target: UploadTarget) -> None:
         with suppress(UnknownUploadError):
-            target.call("abort_multipart_upload", "giving up", UploadId=self._upload)
+            target.call("abort_multipart_upload", "aborting the upload of", UploadId=self._upload)
 
     def _let_go(self) -> None:
         self._sending.clear()

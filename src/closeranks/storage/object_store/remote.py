@@ -91,7 +91,7 @@ class RemoteStorage:
         data: bytes = self._ask(lambda: self._at.fs.cat_file(path, start=start, end=start + wanted), "reading", name)
         if len(data) != wanted:
             where = f"{len(data)} of {wanted} bytes are there from byte {start} on"
-            raise StorageError(f"{self._named(name)} is cut short: {where}")
+            raise StorageError(f"{self._named(name)} is truncated: {where}")
         return data
 
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
@@ -132,7 +132,7 @@ class RemoteStorage:
         body = bytes(data)
         path = self._path(name)
         if not replace and self._is_there(name):
-            raise ExistsError(f"{self._named(name)} is there already")
+            raise ExistsError(f"{self._named(name)} already exists")
         mode = "overwrite" if replace else "create"
         try:
             self._ask(lambda: self._put(path, body, mode), "writing", name)

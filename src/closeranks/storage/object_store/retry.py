@@ -64,5 +64,5 @@ def retry(
             pause_s = next(pauses, None) if is_transient(error) else None
             if pause_s is None:
                 raise store_error(error, doing, url) from error
-            _LOG.info("%s %s: %s; once more in %.1f s", doing, url, error, pause_s)
+            _LOG.info("%s %s: %s; retrying in %.1f s", doing, url, error, pause_s)
             pause(pause_s)

@@ -49,5 +49,5 @@ def compressed_reductions(
 def describe_compression(config: CompressConfig, what: str) -> str:
     """A description of the compression of ``what``, for people."""
     if config.name == "powersgd":
-        return f"{what} travel as products of rank {config.rank}"
+        return f"{what} are sent as products of rank {config.rank}"
     return CODECS[config.name](config).describe(what)

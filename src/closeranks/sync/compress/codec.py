@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def describe(self, what: str) -> str:
-        """For people: ``gradients travel in 8 bits``, where ``what`` is ``gradients``."""
+        """For people: ``gradients are sent in 8 bits``, where ``what`` is ``gradients``."""
         ...
 
 

@@ -41,7 +41,7 @@ class CompressionDrift:
         if self.lasting != NUM_LASTING:
             return ""
         return (
-            f"compression loses more than it did: an error of {relative_error:.2f} of the gradient where {error:.2f} "
+            f"compression loses more than before: an error of {relative_error:.2f} of the gradient where {error:.2f} "
             f"was usual, a cosine of {cosine:.2f} where {angle:.2f} was. Send more (sync.compress), or lower optim.lr"
         )
 

@@ -30,7 +30,7 @@ class BFloat16Codec:
         return from_bytes(codes, torch.bfloat16).to(dtype)
 
     def describe(self, what: str) -> str:
-        return f"{what} travel in bf16"
+        return f"{what} are sent in bf16"
 
 
 class Float16Codec:
@@ -65,7 +65,7 @@ class Float16Codec:
         return decoded
 
     def describe(self, what: str) -> str:
-        return f"{what} travel in fp16"
+        return f"{what} are sent in fp16"
 
 
 def _lying_in(codes: Tensor, numel: int) -> tuple[Tensor, Tensor]:

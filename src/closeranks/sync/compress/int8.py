@@ -39,4 +39,4 @@ class Int8Codec:
         return from_blocks(blocks * (from_bytes(scales, torch.float32).to(dtype) / STEPS).unsqueeze(2), numel)
 
     def describe(self, what: str) -> str:
-        return f"{what} travel in 8 bits"
+        return f"{what} are sent in 8 bits"

@@ -39,7 +39,7 @@ class OneBitCodec:
         return from_blocks(signs * from_bytes(scales, torch.float32).to(dtype).unsqueeze(2), numel)
 
     def describe(self, what: str) -> str:
-        return f"{what} travel in 1 bit"
+        return f"{what} are sent in 1 bit"
 
 
 def _weights(like: Tensor) -> Tensor:

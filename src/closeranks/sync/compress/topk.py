@@ -49,7 +49,7 @@ class TopKCodec:
         return from_blocks(blocks.scatter_(2, places, values), numel)
 
     def describe(self, what: str) -> str:
-        return f"the largest {self._ratio:.2%} of {what} travel"
+        return f"the largest {self._ratio:.2%} of {what} are sent"
 
     def _blocks(self, numel: int) -> tuple[int, int]:
         """Size and number of blocks, as even as possible, so that little of the last is padding."""

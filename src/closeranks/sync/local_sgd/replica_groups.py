@@ -23,20 +23,20 @@ def job_problems(
     if not local.is_on:
         return
     if noise_every:
-        what = "replicas that train apart have no gradient of the whole batch to hold a part's against"
+        what = "with local SGD there is no gradient of the whole batch to compare a part's with"
         yield Problem("train.noise_every", what, "Set sync.local.every = 0, or train.noise_every = 0.")
     if ema:
-        what = "replicas that train apart would each have an average of their own weights"
+        what = "with local SGD each replica would average only its own weights"
         yield Problem("optim.ema", what, "Set it to 0, or sync.local.every = 0.")
     if steps is not None and local.every > steps:
-        what = f"replicas that meet every {local.every} steps would never do so in a run of {pluralize(steps, 'step')}"
+        what = f"an outer step every {local.every} steps would never happen in a run of {pluralize(steps, 'step')}"
         yield Problem("sync.local.every", what, f"Set it to {steps} or less.")
     if local.every % local.fragments:
-        what = f"{local.fragments} fragments cannot meet evenly within {local.every} steps"
+        what = f"{local.fragments} fragments cannot be spaced evenly within {local.every} steps"
         yield Problem("sync.local.fragments", what, f"Use one of {divisors(local.every, 64)}.")
     if batch_norm == "sync":
-        what = "synchronised batch norm meets all data ranks in every forward, but replicas train apart"
-        fix = 'Set layout.batch_norm = "micro": running statistics are then averaged when replicas meet.'
+        what = "synchronised batch norm needs all data ranks in every forward, but replicas train locally"
+        fix = 'Set layout.batch_norm = "micro": running statistics are then averaged at outer steps.'
         yield Problem("layout.batch_norm", what, fix)
 
 
@@ -47,7 +47,7 @@ def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
     if most % count:
         ranks = pluralize(layout.data, "data rank")
         over = f", each {layout.shard} of which split one state," if layout.zero else ""
-        what = f"{ranks}{over} do not divide into {count} replicas that train apart"
+        what = f"{ranks}{over} do not divide into {count} local SGD replicas"
         yield Problem("sync.local.replicas", what, f"Use one of {divisors(most)}.")
 
 
@@ -104,11 +104,7 @@ def resized(sync: SyncConfig, full: Layout, layout: Layout) -> SyncConfig:
 def describe_resize(before: SyncConfig, now: SyncConfig) -> str:
     """For people; empty where the number of replicas did not change."""
     count = now.local.replicas
-    return (
-        ""
-        if count == before.local.replicas
-        else f"{pluralize(count, 'replica')} of {before.local.replicas} train apart"
-    )
+    return "" if count == before.local.replicas else f"{pluralize(count, 'replica')} of {before.local.replicas} remain"
 
 
 def _width(sync: SyncConfig, full: Layout) -> int:

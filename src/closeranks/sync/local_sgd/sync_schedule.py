@@ -43,8 +43,8 @@ class SyncSchedule:
         """Why an action of all replicas together cannot happen after ``step``, and what to do; empty where it can."""
         if self.is_sync_step(step):
             return "", ""
-        fix = f"Call it when they have met: the next time is after step {self.next_sync(step)}."
-        return "while replicas train apart", fix
+        fix = f"Call it at an outer step: the next one is after step {self.next_sync(step)}."
+        return "between outer steps", fix
 
     def fragments(self, step: int) -> tuple[int, ...]:
         """The fragments that are synchronized after ``step``."""

@@ -187,9 +187,9 @@ def evaluated_line(event: Evaluated) -> str:
 def noise_line(event: NoiseSeen) -> str:
     """What it means for the batch: at the noise scale, twice the samples save a quarter of the steps, no more."""
     if event.noise_scale is None:
-        return f"noise at step {event.step}: gradients are too noisy yet to tell how large a batch pays"
+        return f"noise at step {event.step}: gradients are still too noisy to tell which batch size pays off"
     scale = two_digits(event.noise_scale)
-    means = "a larger batch still pays" if event.batch < event.noise_scale else f"batches beyond {scale} gain little"
+    means = "a larger batch still helps" if event.batch < event.noise_scale else f"batches beyond {scale} gain little"
     return f"noise scale about {scale} samples; a step now has {event.batch}: {means}"
 
 
@@ -199,7 +199,7 @@ def two_digits(value: float) -> str:
 
 
 def saved_line(event: Saved) -> str:
-    stall = f", training stood {formatting.duration(event.stall_s)}" if event.stall_s else ""
+    stall = f", training paused {formatting.duration(event.stall_s)}" if event.stall_s else ""
     took = f"{formatting.size(event.bytes)}, {formatting.duration(event.seconds)}{stall}"
     return f"saved step {event.step}: {display_path(event.path)} ({took})"
 
@@ -207,7 +207,7 @@ def saved_line(event: Saved) -> str:
 def save_failed_line(event: SaveFailed) -> str:
     step = f"step {event.step} "
     what = event.what if event.what.startswith(step) else f"{step}was not saved: {event.what}"
-    return f"{what}. Training is not disturbed, and it is tried again."
+    return f"{what}. Training continues, and the save is retried."
 
 
 def resumed_line(event: Resumed) -> str:
@@ -278,7 +278,7 @@ _SOURCES = {
 def restored_line(event: Restored) -> str:
     source = _SOURCES.get(event.source, f"from {event.source}")
     seconds = formatting.duration(event.seconds)
-    return f"generation {event.generation} goes on after step {event.step}, {source} ({seconds})"
+    return f"generation {event.generation} continues after step {event.step}, {source} ({seconds})"
 
 
 _COPIES = {
@@ -305,7 +305,7 @@ def slow_line(event: SlowRank) -> str:
 
 def host_line(event: HostChanged) -> str:
     size = f" with {formatting.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
-    change = "is not asked any more" if event.change == "quarantined" else event.change
+    change = "is quarantined" if event.change == "quarantined" else event.change
     return f"host {event.host} {change}{size}" + (f": {event.why}" if event.why else "")
 
 

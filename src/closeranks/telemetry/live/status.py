@@ -145,7 +145,7 @@ class StatusWriter:
             self._has_failed, self._has_written = False, True
         except OSError as error:
             if not self._has_failed and self._on_problem is not None:
-                self._on_problem(f"{self._path} cannot be written: {error.strerror}; `closeranks status` knows nothing")
+                self._on_problem(f"{self._path} cannot be written: {error.strerror}; `closeranks status` shows nothing")
             self._has_failed = True
 
 
@@ -163,7 +163,7 @@ def decode_status(values: Mapping[str, Any]) -> RunStatus:
     }
     status = RunStatus(**{**own, "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {})))})
     if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
-        raise ValueError("a time of the status is none")
+        raise ValueError("a time in the status is not valid")
     return status
 
 

@@ -42,15 +42,13 @@ def _first_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
         case StatusFreshness.ENDED:
             return f"{status.state} {_ago(status, now)}, {place}"
         case StatusFreshness.GONE:
-            return f"last heard {_ago(status, now)} ({place}): {who} is gone and did not say how the run ended"
+            return f"last heard {_ago(status, now)} ({place}): {who} is gone and did not report how the run ended"
         case StatusFreshness.SILENT:
-            return f"last heard {_ago(status, now)} ({place}): {who} is alive but does not write"
+            return f"last heard {_ago(status, now)} ({place}): {who} is alive but does not update the status"
         case StatusFreshness.FAR:
-            return f"last heard {_ago(status, now)} ({place}): {who} cannot be asked from this machine"
+            return f"last heard {_ago(status, now)} ({place}): {who} cannot be checked from this machine"
         case StatusFreshness.UNWATCHED:
-            return (
-                f"last heard {_ago(status, now)} ({place}): no agent of ours watches it (torchrun, srun, plain Python)"
-            )
+            return f"last heard {_ago(status, now)} ({place}): no agent watches it (torchrun, srun, plain Python)"
 
 
 def _place(status: RunStatus) -> str:

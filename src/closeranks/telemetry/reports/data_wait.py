@@ -14,8 +14,8 @@ from closeranks.telemetry import formatting
 _NOTICED = 0.02
 """A share of the steps' time below which nobody need act."""
 _HELP = {
-    "reading": "more data.workers read in parallel, data.shuffle = 'blocks' reads neighbours together",
-    "fetching": "more data.prefetch, data.shuffle = 'blocks' or a larger data.cache_bytes hide the way",
+    "reading": "more data.workers read in parallel, data.shuffle = 'blocks' reads neighbouring samples together",
+    "fetching": "more data.prefetch, data.shuffle = 'blocks' or a larger data.cache_bytes hide the latency",
     "decoding": "more data.workers decode in parallel",
     "collating": "more data.workers work in parallel, and samples of equal shape are stacked at once",
 }

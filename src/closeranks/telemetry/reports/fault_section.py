@@ -33,7 +33,7 @@ def fault_section(history: RunHistory, *, failed: bool = False) -> str:
         return "" if failed or not history.steps else f"## Faults\n\n{said}"  # a run that failed tells why elsewhere
     rows = sorted((*_fault_rows(history), *_other_rows(history)), key=lambda row: row.at)
     table = [
-        "| at | what happened | noticed in | closed ranks in | steps redone | went on |",
+        "| at | what happened | detected in | closed ranks in | steps redone | continued with |",
         "|---|---|---|---|---|---|",
         *(f"| {' | '.join(row.cells)} |" for row in rows[:_ROWS_SHOWN]),
     ]
@@ -54,7 +54,7 @@ def _cost(history: RunHistory) -> str:
     lost_s, whole_s = history.lost_s, history.seconds
     share = f" of {formatting.duration(whole_s)} ({formatting.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
     redone = formatting.count(history.fault_history.num_redone, "finished step")
-    told = f"until noticed, until ranks were closed, and in doing {redone} again"
+    told = f"until detected, until ranks were closed, and in doing {redone} again"
     return f"{formatting.count(len(faults), 'fault')}: {formatting.duration(lost_s)}{share} lost in all, {told}."
 
 

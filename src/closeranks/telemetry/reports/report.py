@@ -121,10 +121,10 @@ def _ending(history: RunHistory, failed: bool) -> str:
     reason = "failed" if failed else history.ended.reason if history.ended is not None else "unknown"
     endings = {
         "finished": "",
-        "drained": f"It was asked to stop and ended in order at step {last}{goal}.",
+        "drained": f"It was asked to stop and ended cleanly at step {last}{goal}.",
         "stopped": f"It was stopped at step {last}{goal}{_why(history)}.",
         "failed": f"**It failed** after step {last}{goal}.",
-        "unknown": f"**It did not end in order**: nothing was recorded after step {last}{goal}.",
+        "unknown": f"**It did not end cleanly**: nothing was recorded after step {last}{goal}.",
     }
     return endings.get(reason, f"It ended at step {last}{goal}: {reason}.")
 
@@ -215,7 +215,7 @@ def _steps(history: RunHistory, started: RunStarted) -> str:
     if history.num_skipped:
         words.append(f"{history.num_skipped} skipped because gradients were not finite")
     if history.restarts:
-        words.append(f"went on after step {', '.join(str(step) for step in history.restarts)}")
+        words.append(f"resumed after step {', '.join(str(step) for step in history.restarts)}")
     return ", ".join(words)
 
 
@@ -288,7 +288,7 @@ def _data_wait(history: RunHistory) -> str:
 
 def _bad_samples(history: RunHistory) -> str:
     bad = sum(step.num_bad for step in history.steps)
-    return f"{bad} skipped, which count nothing" if bad else ""
+    return f"{bad} skipped and excluded from the loss" if bad else ""
 
 
 def _checkpoint(run: RunFolder, history: RunHistory) -> str:
@@ -333,7 +333,7 @@ def _next_section(run: RunFolder, history: RunHistory, job: ResolvedSettings, co
         return _next_in_python(started, job, state)
     if started is None or state is None:
         again = _shell(["closeranks", "train", command.job_file, *command.overrides])
-        return f"## Start again\n\nNo state was saved to go on from.\n\n```bash\n{again}\n```"
+        return f"## Start again\n\nNo state was saved to resume from.\n\n```bash\n{again}\n```"
     is_done = bool(history.steps) and history.steps[-1].step >= started.last_step
     settings = [item for item in command.overrides if not item.startswith("checkpoint.resume=")]
     if is_done:
@@ -344,7 +344,7 @@ def _next_section(run: RunFolder, history: RunHistory, job: ResolvedSettings, co
     rows = [_shell(["closeranks", "train", command.job_file, *workers, *settings, f"checkpoint.resume={state}"])]
     if started.item == "token":
         rows.append(_shell(["closeranks", "sample", str(run.path), "import "]))
-    return "\n".join(["## Go on", "", "```bash", *rows, "```"])
+    return "\n".join(["## Continue", "", "```bash", *rows, "```"])
 
 
 def _twice(started: RunStarted, job: ResolvedSettings) -> tuple[str, str]:
@@ -366,7 +366,7 @@ def _next_in_python(started: RunStarted | None, job: ResolvedSettings, state: st
         return ""
     key, value = _twice(started, job)
     tables = f'train={{"{key}": {value}, ...}}, checkpoint={{"resume": "{state}"}}'
-    return f"## Go on\n\nGive the session in your script these tables:\n\n```python\nSession(..., {tables})\n```"
+    return f"## Continue\n\nPass these tables to the session in your script:\n\n```python\nSession(..., {tables})\n```"
 
 
 def _shell(words: Sequence[str]) -> str:
@@ -377,4 +377,4 @@ def _environment_section(started: RunStarted | None) -> str:
     if started is None or not started.versions:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in started.versions.items())
-    return f"## Environment\n\n{versions}, on {started.device}. The job as it was resolved is in `config.json`."
+    return f"## Environment\n\n{versions}, on {started.device}. The resolved job is in `config.json`."

@@ -182,7 +182,7 @@ def _mark_restarts(axes: Any, history: RunHistory) -> None:
         axes.axvline(step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
         if place < 6:  # beyond that the words would cover one another
             axes.annotate(
-                f"went on from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
+                f"resumed from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
                 textcoords="offset points", fontsize=8, color=_QUIET, va="top", ha="left",
             )  # fmt: skip
 

@@ -89,7 +89,7 @@ class EventRecorder:
             self.emit(Warned(news))
 
     def _on_lost(self, why: str) -> None:
-        self._news = f"{self._whose} cannot be written ({why}): training goes on, and they are written once they can be"
+        self._news = f"{self._whose} cannot be written ({why}): training continues; they are written once they can be"
 
     def _on_back(self, num_dropped: int) -> None:
         lost = f"{num_dropped} bytes of them were lost" if num_dropped else "nothing was lost"
@@ -105,7 +105,7 @@ class EventRecorder:
         self._sinks.remove(sink)
         name = getattr(sink, "__qualname__", type(sink).__name__)
         _log.warning("telemetry sink %s removed", name, exc_info=error)
-        self.emit(Warned(f"{name} no longer follows the run: it raised {type(error).__name__}: {error}"))
+        self.emit(Warned(f"{name} receives no more events: it raised {type(error).__name__}: {error}"))
 
 
 def to_line(values: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from tests.core.config.conftest import Problems
 
 CASES = {
     "a = many": ("`many` is not a value", 'Write a number, true or false, or put text in quotes: "many".', 5),
-    "a = True": ("`True` is not a value", "Write true, in small letters.", 5),
+    "a = True": ("`True` is not a value", "Write true, in lower case.", 5),
     "a = None": ("`None` is not a value", "Delete the line: a key that is not set keeps its default.", 5),
     "a = .5": ("the number `.5` has no digit before its point", "Write 0.5.", 5),
     "a =": ("there is no value after `=`", "Write a value, or delete the line to keep the default.", 4),
@@ -18,13 +18,13 @@ CASES = {
     "a = 01": ("`01` is not a value", 'Write a plain number, or put text in quotes: "01".', 6),
     "a = 10%": ("`10%` is not a value", 'Write a plain number, or put text in quotes: "10%".', 7),
     "a = 1 2": (
-        "`2` stands after the value",
+        "`2` comes after the value",
         "Put text in quotes, write one key on each line, and begin comments with #.",
         7,
     ),
-    "a = 5 // c": ("`// c` stands after the value", "A comment begins with #.", 7),
-    "a = 1,": ("a comma stands after the value", "Delete it: each line of a table stands for itself.", 6),
-    "a: 1": ("`:` stands where `=` should", "Write key = value.", 2),
+    "a = 5 // c": ("`// c` comes after the value", "A comment begins with #.", 7),
+    "a = 1,": ("a comma comes after the value", "Delete it: lines of a table need no separator.", 6),
+    "a: 1": ("there is `:` instead of `=`", "Write key = value.", 2),
     'a = "C:\\data"': (
         "a backslash in double quotes begins an escape",
         "Use single quotes: 'C:\\data', or write \\\\.",
@@ -33,7 +33,7 @@ CASES = {
     'a = "x': ("the quoted text does not end on its line", "Close it with the same quote that opened it.", 7),
     "a = 'x": ("the quoted text is never closed", "Close it with the same quotes that opened it.", 5),
     "a = [1 2]": ("the array is not closed, or lacks a comma", "Write [1, 2]: commas between, `]` at the end.", 5),
-    "a = {b=1,b=2}": ("a key stands twice in the inline table", "Keep one of the two.", 13),
+    "a = {b=1,b=2}": ("a key appears twice in the inline table", "Keep one of the two.", 13),
 }
 
 
@@ -50,11 +50,11 @@ def test_a_broken_line_is_named_shown_and_looked_past(line: str, answer: tuple[s
 
 STOPPERS = {
     "[t\na = 1\n": ("line 1", "the table header is not closed", "job.toml:1"),
-    "[t]\na = 1\n[t]\n": ("t", "the table [t] stands a second time; line 1 has it already", "job.toml:3"),
+    "[t]\na = 1\n[t]\n": ("t", "the table [t] appears a second time; line 1 has it already", "job.toml:3"),
     "a = [1,\nb = 2\n": ("a", "`b = 2` is not a value of the array that begins on line 1", "job.toml:2"),
     "a = [1,\n2\n": ("a", "the array is not closed, or lacks a comma", "job.toml:1"),
     'a = """x\n\n': ("a", "the quoted text is never closed", "job.toml:1"),
-    "[t] x\n": ("line 1", "`x` stands after the table header", "job.toml:1"),
+    "[t] x\n": ("line 1", "`x` comes after the table header", "job.toml:1"),
     "[]\n": ("line 1", "the table header has no name", "job.toml:1"),
     "some words\n": ("line 1", "there is no `=` after the key", "job.toml:1"),
     "= 3\n": ("line 1", "this is neither `key = value` nor a [table]", "job.toml:1"),
@@ -72,7 +72,7 @@ def test_where_the_rest_would_make_no_sense_reading_stops(text: str, answer: tup
 
 def test_the_same_key_twice_names_the_first_line() -> None:
     job = read_toml("[t]\na = 1\na = 2\n", "job.toml")
-    assert job.problems[0].what.startswith("this key stands a second time; line 2 has it already")
+    assert job.problems[0].what.startswith("this key appears a second time; line 2 has it already")
     assert job.values == {"t": {"a": 1}}
 
 

@@ -103,24 +103,24 @@ CASES = {
     ),
     "a key of another table": (
         STEPS + "lr = 0.1",
-        "train.lr [job.toml:3]: no such key; `lr` stands in [optim]. Write optim.lr = 0.1.",
+        "train.lr [job.toml:3]: no such key; `lr` is a key of [optim]. Write optim.lr = 0.1.",
     ),
     "a key of a nested table": (
         STEPS + "warmup = 10",
-        "train.warmup [job.toml:3]: no such key; `warmup` stands in [optim.schedule]. "
+        "train.warmup [job.toml:3]: no such key; `warmup` is a key of [optim.schedule]. "
         "Write optim.schedule.warmup = 10.",
     ),
     "a key of an array": (
         STEPS + "pattern = 10",
-        "train.pattern [job.toml:3]: no such key; `pattern` stands in [[optim.groups]].",
+        "train.pattern [job.toml:3]: no such key; `pattern` is a key of [[optim.groups]].",
     ),
     "a key outside any table": (
         "seed = 3\n" + STEPS,
-        "seed [job.toml:1]: no such key; `seed` stands in [run]. Write run.seed = 3.",
+        "seed [job.toml:1]: no such key; `seed` is a key of [run]. Write run.seed = 3.",
     ),
     "an unknown key outside any table": (
         "zzz = 3\n" + STEPS,
-        "zzz [job.toml:1]: it stands outside any table, and no table has such a key. "
+        "zzz [job.toml:1]: it is outside any table, and no table has such a key. "
         "Known: run, model, train, optim, layout.",
     ),
     "unknown table": (STEPS + "[optin]\nlr = 1.0", "optin [job.toml:3]: there is no such table. Did you mean [optim]?"),
@@ -157,7 +157,7 @@ CASES = {
     "unknown kind of table": (
         STEPS + '[model]\nname = "lama"\nwhatever = 1',
         "model.name [job.toml:4]: there is no model 'lama'. Did you mean 'llama'? "
-        "Your own stands as 'package.module:name'.",
+        "Write your own as 'package.module:name'.",
     ),
     "a key of another kind of table": (
         STEPS + '[model]\nname = "digits"\npreset = "8b"',
@@ -198,8 +198,8 @@ COMMAND_LINE_CASES = {
     "run.deterministic=True": "expected true or false, got the text 'True'. Write run.deterministic=true.",
     "optim.lr=.001": "expected a number, got the text '.001'. Write optim.lr=0.001.",
     "optim.betas=0.9,0.99": "expected an array of 2 numbers, got the text '0.9,0.99'. Write optim.betas=[0.9, 0.95].",
-    "train.lr=1": "no such key; `lr` stands in [optim]. Write optim.lr=1.",
-    "model.name=lama": "there is no model 'lama'. Did you mean 'llama'? Your own stands as 'package.module:name'.",
+    "train.lr=1": "no such key; `lr` is a key of [optim]. Write optim.lr=1.",
+    "model.name=lama": "there is no model 'lama'. Did you mean 'llama'? Write your own as 'package.module:name'.",
     "layout.tensr=2": "no such key. Did you mean 'tensor'?",
 }
 

@@ -115,7 +115,7 @@ def test_a_pickle_under_another_name_is_no_array(tmp_path: Path) -> None:
     root = tmp_path / "d"
     root.mkdir()
     (root / "x.npy").write_bytes(pickle.dumps(Trap(trapped)))
-    with pytest.raises(DataError, match="no array of NumPy's"):
+    with pytest.raises(DataError, match="not a NumPy array"):
         records_of(root)
     assert not trapped.exists()
 
@@ -123,7 +123,7 @@ def test_a_pickle_under_another_name_is_no_array(tmp_path: Path) -> None:
 def test_a_short_file_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path, x=np.arange(100))
     data = (root / "x.npy").read_bytes()
-    for keep, reason in ((len(data) - 1, "cut short: 928 bytes should be there"), (20, "no array"), (0, "no array")):
+    for keep, reason in ((len(data) - 1, "truncated: 928 bytes should be there"), (20, "a NumPy"), (0, "a NumPy")):
         (root / "x.npy").write_bytes(data[:keep])
         with pytest.raises(DataError, match=reason):
             records_of(root)
@@ -191,7 +191,7 @@ def test_ends_say_where_documents_end(tmp_path: Path) -> None:
         ([2, 1, 5], r"row 1 are wrong: it is below"),
         ([2, 4], "row 1 are wrong: the last should be 5"),
         ([], "the last should be 5"),
-        ([2.0, 5.0], "no list of integers"),
+        ([2.0, 5.0], "not a list of integers"),
     ],
 )
 def test_wrong_ends_are_refused(tmp_path: Path, ends: list[float], reason: str) -> None:

@@ -247,9 +247,7 @@ def test_splits_are_named_to_choose_from(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="several datasets: test, train"):
         opened(root)
     datasets.DatasetDict({"train": one}).save_to_disk(tmp_path / "single")
-    with pytest.raises(
-        DataError, match=r"holds a dataset in a folder of its own: train\. Choose one: '.*single/train'"
-    ):
+    with pytest.raises(DataError, match=r"holds a dataset in a subfolder: train\. Choose one: '.*single/train'"):
         opened(tmp_path / "single")
     cache = tmp_path / "cache"
     for split in ("train", "test"):

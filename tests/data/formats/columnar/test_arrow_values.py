@@ -88,7 +88,7 @@ def test_one_size_lists_are_not_copied() -> None:
 
 
 def test_an_image_that_is_only_named_is_a_bad_record() -> None:
-    with pytest.raises(BadRecordError, match=r"'cat\.jpg' is named and not stored"):
+    with pytest.raises(BadRecordError, match=r"'cat\.jpg' is referenced but not stored"):
         values_of(pa.array([{"bytes": b"x", "path": None}, {"bytes": None, "path": "cat.jpg"}]))
 
 

@@ -58,7 +58,7 @@ def test_images_beside_class_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_parts_are_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the folders train, val, which are parts.*Name one of them"):
+    with pytest.raises(DataError, match=r"the folders train, val, which are splits.*Name one of them"):
         opened(write(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"))
 
 

@@ -108,7 +108,7 @@ def test_several_files_are_one_row_of_records(tmp_path: Path, place: IndexLocati
     assert records.files_of(np.array([3, 0, 1, 3])) == ["z.jsonl", "a.jsonl"]
     assert (records.where(2).file, records.where(2).offset) == (str(folder / "b.jsonl"), 0)
     assert records.block == 1
-    with pytest.raises(DataError, match="no number 4 in this data, which counts from 0 to 3"):
+    with pytest.raises(DataError, match="no number 4 in this data; its indices run from 0 to 3"):
         records.read(np.array([4]))
     with pytest.raises(DataError, match="no number -1"):
         records.read(np.array([-1]))

@@ -116,7 +116,7 @@ def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"several MDS datasets: train, val\. Choose one"):
         opened(tmp_path)
     shutil.rmtree(tmp_path / "train")
-    with pytest.raises(DataError, match=r"holds an MDS dataset in a folder of its own: val\. Choose one"):
+    with pytest.raises(DataError, match=r"holds an MDS dataset in a subfolder: val\. Choose one"):
         opened(tmp_path)
 
 

@@ -174,8 +174,8 @@ def whole(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("keep", "reason"),
     [
-        (2 * 1536 + 512 + 100, r"cut short: member '2.txt' at byte 3072 ends at byte 4184, and the file at byte 3684"),
-        (2 * 1536 + 100, r"cut short inside a header at .* byte 3072"),
+        (2 * 1536 + 512 + 100, r"truncated: member '2.txt' at byte 3072 ends at byte 4184, and the file at byte 3684"),
+        (2 * 1536 + 100, r"truncated inside a header at .* byte 3072"),
         (2 * 1536, r"no end mark at .* byte 3072"),
         (0, "no end mark"),
     ],
@@ -203,7 +203,7 @@ def test_every_damaged_header_is_found(whole: Path, place: IndexLocation) -> Non
         damaged = bytearray(sound)
         damaged[byte] ^= 0x10
         whole.write_bytes(damaged)
-        with pytest.raises(DataError, match="at byte 1536 stands no member's header"):
+        with pytest.raises(DataError, match="at byte 1536 there is no member header"):
             opened(whole, place)
 
 

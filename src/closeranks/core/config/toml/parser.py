@@ -149,7 +149,7 @@ def _no_value(fault: TomlError) -> ProblemWords:
     if not rest:
         return "there is no value after `=`", "Write a value, or delete the line to keep the default."
     if rest.lower() in ("true", "false"):
-        return f"`{rest}` is not a value", f"Write {rest.lower()}, in small letters."
+        return f"`{rest}` is not a value", f"Write {rest.lower()}, in lower case."
     if rest.lower() in ("none", "null", "nil"):
         return f"`{rest}` is not a value", "Delete the line: a key that is not set keeps its default."
     if re.fullmatch(r"[+-]?\.\d+(e[+-]?\d+)?", rest, re.IGNORECASE):
@@ -160,21 +160,21 @@ def _no_value(fault: TomlError) -> ProblemWords:
 
 def _too_much(fault: TomlError) -> ProblemWords:
     if fault.rest.startswith(("//", ";")):
-        return f"`{fault.rest}` stands after the value", "A comment begins with #."
+        return f"`{fault.rest}` comes after the value", "A comment begins with #."
     if fault.rest.startswith(","):
-        return "a comma stands after the value", "Delete it: each line of a table stands for itself."
+        return "a comma comes after the value", "Delete it: lines of a table need no separator."
     if fault.statement.is_header:
-        return f"`{fault.rest}` stands after the table header", "Put it on a line of its own."
+        return f"`{fault.rest}` comes after the table header", "Put it on a line of its own."
     word = re.split(r"[\s,=]", fault.source[: fault.column - 1])[-1] + re.split(r"[\s,#]", fault.rest)[0]
     if re.match(r"[\w+-]", word) and not fault.rest.startswith(word):
         return f"`{word}` is not a value", f'Write a plain number, or put text in quotes: "{word}".'
-    what = f"`{fault.rest}` stands after the value"
+    what = f"`{fault.rest}` comes after the value"
     return what, "Put text in quotes, write one key on each line, and begin comments with #."
 
 
 def _no_equals(fault: TomlError) -> ProblemWords:
     if fault.rest.startswith(":"):
-        return "`:` stands where `=` should", "Write key = value."
+        return "there is `:` instead of `=`", "Write key = value."
     return "there is no `=` after the key", "Write key = value; a key of several words is joined by _."
 
 
@@ -182,8 +182,8 @@ def _twice(fault: TomlError) -> ProblemWords:
     before = f"; line {fault.earlier_line} has it already" if fault.earlier_line else ", or is both a key and a table"
     if fault.statement.is_header:
         name = fault.statement.text.split("#")[0].strip()
-        return f"the table {name} stands a second time{before}", "Keep one header and put all its keys under it."
-    return f"this key stands a second time{before}", "Keep one of the two."
+        return f"the table {name} appears a second time{before}", "Keep one header and put all its keys under it."
+    return f"this key appears a second time{before}", "Keep one of the two."
 
 
 def _bad_key(fault: TomlError) -> ProblemWords:
@@ -218,7 +218,7 @@ _ANSWERS: tuple[tuple[str, ProblemWords | Callable[[TomlError], ProblemWords]], 
     ("Unclosed array", ("the array is not closed, or lacks a comma", "Write [1, 2]: commas between, `]` at the end.")),
     ("Unclosed inline", _INLINE),
     ("Invalid initial character", _bad_key),
-    ("Duplicate inline", ("a key stands twice in the inline table", "Keep one of the two.")),
+    ("Duplicate inline", ("a key appears twice in the inline table", "Keep one of the two.")),
     (
         "Cannot mutate",
         ("this adds to a table or array that is complete already", "Write all of its keys in one place."),

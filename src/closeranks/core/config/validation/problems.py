@@ -128,13 +128,11 @@ def _unknown(fault: InvalidValue) -> ProblemText:
     if not around and isinstance(fault.value, Mapping | list):
         return ProblemText("there is no such table", _near(str(key), owner.keys, "[{}]"))
     if len(elsewhere) in (1, 2):
-        what = f"no such key; `{key}` stands in {' and '.join(_header(spot) for spot in elsewhere)}"
+        what = f"no such key; `{key}` is a key of {' and '.join(_header(spot) for spot in elsewhere)}"
         is_single = not isinstance(elsewhere[0].parts[-1], int)
         return ProblemText(what, fault.write(_shown(fault.value), f"{elsewhere[0].place}.{key}") if is_single else "")
     if not around:
-        return ProblemText(
-            "it stands outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]")
-        )
+        return ProblemText("it is outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]"))
     return ProblemText(f"no such key{_variant(owner, fault)}", _near(str(key), owner.keys))
 
 
@@ -195,7 +193,7 @@ def _unknown_tag(fault: InvalidValue) -> ProblemText:
     place = dotted_key((*spot.parts, key))
     closed = [option.tag for option in spot.options if option.tag and spot.select_member(option.tag).child(key).choices]
     names = closed or [str(choice) for choice in spot.child(key).choices]
-    own = " Your own stands as 'package.module:name'." if len(names) < len(spot.options) else ""
+    own = " Write your own as 'package.module:name'." if len(names) < len(spot.options) else ""
     if key not in fault.value:
         return ProblemText("it must be set", f"Choose one of {', '.join(names)}.{own}", place)
     name = fault.value[key]

@@ -50,5 +50,5 @@ def _entry(files: Files, name: str) -> dict[str, Any]:
         found = [one for one in entries if one["zip_data"]["basename"] == PurePosixPath(name).name]
         return dict(found[0], raw_data=dict(found[0]["raw_data"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        what = f"'{files.full_name(index)}' does not tell what '{name}' is"
+        what = f"'{files.full_name(index)}' does not say what '{name}' is"
         raise DataError(what, "Copy the data set again, with its index.") from error

@@ -56,11 +56,11 @@ def open_stream(path: Path, shown: str, compression: str) -> Iterator[Decompress
         try:
             yield DecompressedStream(_decompressed(raw, compression), raw)
         except _DAMAGE as error:
-            raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it anew, or leave it out.") from error
+            raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it again, or leave it out.") from error
         except OSError as error:
             if compression != "bz2" or error.errno is not None:  # how bz2 says that it is damaged
                 raise
-            raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it anew, or leave it out.") from error
+            raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it again, or leave it out.") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -142,7 +142,7 @@ def _json_lines(given: BuildInput, files: Files, span: InputRange, on_bytes: OnB
                     yield InputItem(None, shown, offset, reason=f"not JSON: {json_error(error)}")
                 continue
             is_record = type(value) is dict
-            reason = "" if is_record else f"a line holds a JSON object with named fields, this one {_kind(value)}"
+            reason = "" if is_record else f"a line must be a JSON object with named fields; this one is {_kind(value)}"
             yield InputItem(value, shown, offset, reason=reason)
 
 
@@ -220,7 +220,7 @@ def _shaped_records(items: Iterator[InputItem], wish: InputReadOptions) -> Itera
             try:
                 value = value.encode()
             except UnicodeEncodeError as error:
-                reason = f"its field '{field}' is no text: {error.reason}"
+                reason = f"its field '{field}' is not text: {error.reason}"
         elif isinstance(value, bytes):
             reason = _utf8(value)[0] if wish.needs_utf8 else ""
         else:

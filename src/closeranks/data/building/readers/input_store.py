@@ -15,6 +15,6 @@ from closeranks.data.formats.record_index.saved_index import IndexLocation
 
 def open_input_store(given: BuildInput, files: Files, index_folder: str) -> Records:
     if given.kind == "megatron":
-        fix = "Train on it where it lies: data.name = 'tokens'."
-        raise DataError(f"'{files.url}' holds token ids already", fix)
+        fix = "Train on it directly: data.name = 'tokens'."
+        raise DataError(f"'{files.url}' already holds token ids", fix)
     return open_records(files, given.kind, IndexLocation(index_folder))

@@ -45,6 +45,6 @@ def read_tar_records(content: BinaryIO, shown: str) -> Iterator[TarRecord]:
                     member.reason = f"record '{key}' has two members '{name}'"
                 member.record[name] = stream.read()
     except tarfile.TarError as error:
-        raise DataError(f"'{shown}' is no tar archive, or damaged: {error}", "Fetch it anew.") from error
+        raise DataError(f"'{shown}' is not a tar archive, or is damaged: {error}", "Fetch it again.") from error
     if member.record:
         yield member

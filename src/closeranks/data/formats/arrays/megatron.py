@@ -123,7 +123,7 @@ def _pairs(files: Files) -> list[_Pair]:
         other = f"{name[:-4]}{'.idx' if name.endswith('.bin') else '.bin'}"
         if other not in infos:
             raise DataError(
-                f"'{files.full_name(name)}' stands alone, there is no '{other}'",
+                f"'{files.full_name(name)}' is incomplete: there is no '{other}'",
                 "Megatron's files come in pairs: name the folder that holds both.",
             )
         if name.endswith(".bin"):
@@ -184,18 +184,18 @@ def _header(raw: npt.NDArray[np.uint8], name: str) -> tuple[int, int, int]:
         _unsound(name, f"it has only {len(raw)} bytes")
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack_from(raw.data)
     if magic != _MAGIC:
-        raise DataError(f"'{name}' is not an index of Megatron's: it begins with {magic!r}")
+        raise DataError(f"'{name}' is not a Megatron index: it begins with {magic!r}")
     if version != 1:
         _unsound(name, f"it is of version {version}, only 1 is known")
     if code not in _TYPES:
         _unsound(name, f"its type has the unknown code {code}")
     if _TYPES[code].startswith("<f"):
-        raise DataError(f"'{name}' is of floating-point numbers, not of tokens")
+        raise DataError(f"'{name}' holds floating-point numbers, not tokens")
     wanted = _HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(raw) == wanted + num_sequences and raw[wanted:].any():
         raise DataError(
-            f"'{name}' is of a multimodal dataset: some sequences are not text",
-            "Keep the text alone, in a pair of its own.",
+            f"'{name}' belongs to a multimodal dataset: some sequences are not text",
+            "Keep only the text, in a separate pair.",
         )
     if len(raw) not in (wanted, wanted + num_sequences):
         _unsound(name, f"it has {len(raw)} bytes, and {wanted} according to its header")

@@ -87,7 +87,7 @@ def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> NpyHead
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(head)
     except (ValueError, SyntaxError, TypeError, EOFError) as error:
-        _refuse(full_name, 0, f"it is no array of NumPy's ({error})")
+        _refuse(full_name, 0, f"it is not a NumPy array ({error})")
     if dtype.hasobject:
         raise DataError(
             f"'{full_name}' holds Python objects (byte 0), which would have to be unpickled: that can run any code",
@@ -99,7 +99,7 @@ def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> NpyHead
         _refuse(full_name, 0, "it is a single number, without rows")
     wanted = head.tell() + math.prod(shape) * dtype.itemsize
     if wanted > len(view):
-        _refuse(full_name, len(view), f"it is cut short: {wanted} bytes should be there")
+        _refuse(full_name, len(view), f"it is truncated: {wanted} bytes should be there")
     return NpyHeader(name, dtype, shape, is_fortran, head.tell())
 
 

@@ -89,7 +89,7 @@ class NumpyRecords:
                 raise DataError(
                     f"'{files.url}': field '{column.field}' has {column.rows.num_rows} rows, "
                     f"'{first.field}' {first.rows.num_rows}",
-                    "Arrays that belong together need as many rows.",
+                    "Arrays that belong together need the same number of rows.",
                 )
         self.block = first.rows.block
 

@@ -103,7 +103,7 @@ class NumpyTokens:
         view = self._maps.view(name)
         ends = read_header(self._files, name, view).array(view)
         if ends.ndim != 1 or ends.dtype.kind not in "iu":
-            self._refuse_ends(name, 0, "they are no list of integers")
+            self._refuse_ends(name, 0, "they are not a list of integers")
         wide = ends.astype(np.int64)
         falls = np.flatnonzero(np.diff(wide) < 0)
         if len(falls):
@@ -140,7 +140,7 @@ def _checked(files: Files, piece: NpyHeader) -> NpyHeader:
         raise DataError(f"'{full}' holds {piece.dtype}, and tokens are integers", "Save it with an integer type.")
     if len(piece.shape) > 2:
         raise DataError(
-            f"'{full}' has {len(piece.shape)} dims", "Tokens have one (a stream) or two (a document a row)."
+            f"'{full}' has {len(piece.shape)} dims", "Tokens have one (a stream) or two (one document per row)."
         )
     if piece.is_fortran and len(piece.shape) == 2:
         raise DataError(f"'{full}' is stored column by column", "Save it with np.ascontiguousarray.")

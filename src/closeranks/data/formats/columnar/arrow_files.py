@@ -49,7 +49,7 @@ def open_records(files: Files, index: IndexLocation) -> ArrowRecords:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyarrow":
             raise
-        raise SetupError("Arrow needs pyarrow, which is not here", "Run: pip install 'closeranks[data]'") from error
+        raise SetupError("Arrow needs pyarrow (not installed)", "Run: pip install 'closeranks[data]'") from error
     return ArrowRecords(files, index, found)
 
 
@@ -72,7 +72,7 @@ def _saved_layout(files: Files, infos: dict[str, FileInfo]) -> ArrowFiles:
         mapping = [entry["filename"] for entry in state.get("_indices_data_files") or ()]
         columns = () if state.get("_output_all_columns") else tuple(state.get("_format_columns") or ())
     except (KeyError, TypeError) as error:
-        raise DataError(f"'{full}' is not of a Hugging Face dataset: {error!r}") from error
+        raise DataError(f"'{full}' does not belong to a Hugging Face dataset: {error!r}") from error
     if not mapping and _MAPPING in infos and _MAPPING not in data:
         mapping = [_MAPPING]
     missing = [name for name in data + mapping if name not in infos]
@@ -96,7 +96,7 @@ def _refuse_splits(files: Files, infos: dict[str, FileInfo]) -> None:
         found = sorted(_document(files, _INFO).get("splits") or {})
         splits = found if len(found) > 1 else []
     if splits:
-        which = "several datasets" if len(splits) > 1 else "a dataset in a folder of its own"
+        which = "several datasets" if len(splits) > 1 else "a dataset in a subfolder"
         raise DataError(f"'{files.url}' holds {which}: {', '.join(splits)}", advice)
 
 

@@ -78,9 +78,9 @@ def scan(view: npt.NDArray[np.uint8]) -> ArrowScan:
 def _check_end(view: npt.NDArray[np.uint8], last: int, reached: int, *, has_footer: bool) -> None:
     """Behind the last batch stands the mark of the end and nothing else. With a footer some writers leave it out."""
     if reached != len(view):
-        raise NotArrow(f"it goes on behind its end at byte {reached}")
+        raise NotArrow(f"it has data after its end at byte {reached}")
     if view[last:reached].tobytes() != _END and not (has_footer and last == reached):
-        raise NotArrow(f"it was cut off: no mark of the end at byte {last}")
+        raise NotArrow(f"it was cut off: no end marker at byte {last}")
 
 
 def read_batch(view: npt.NDArray[np.uint8], offset: int, num_bytes: int, schema: Any) -> Any:
@@ -98,7 +98,7 @@ def _extent(view: npt.NDArray[np.uint8]) -> tuple[int, int]:
     """Where the stream begins and ends."""
     head = view[: len(_MAGIC)].tobytes()
     if head[:4] == b"FEA1":
-        raise NotArrow("it is Feather of the first version; write it again as Arrow")
+        raise NotArrow("it is Feather version 1; write it again as Arrow")
     if head != _MAGIC:
         return 0, len(view)
     if len(view) < _HEAD + 10 or view[-len(_MAGIC) :].tobytes() != _MAGIC:

@@ -139,7 +139,7 @@ def values_of(array: Array) -> Values:
     for is_kind, convert in _KINDS:
         if is_kind(array.type):
             return convert(array)
-    raise DataError(f"a column has the type {array.type}, of which no records can be made", "Leave it out.")
+    raise DataError(f"a column has the type {array.type}, which cannot be converted to records", "Leave it out.")
 
 
 def _plain(array: Array) -> Array:
@@ -235,7 +235,7 @@ def _media(data: Array, path: Array) -> Values:
         for blob, name in zip(found, values_of(path), strict=True):
             if blob is None and name is not None:
                 raise BadRecordError(
-                    f"the file '{name}' is named and not stored", "Save the dataset with its files embedded."
+                    f"the file '{name}' is referenced but not stored", "Save the dataset with its files embedded."
                 )
     return found
 

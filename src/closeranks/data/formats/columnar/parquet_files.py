@@ -33,7 +33,7 @@ def open_records(files: Files, index: IndexLocation) -> ParquetRecords:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyarrow":
             raise
-        raise SetupError("Parquet needs pyarrow, which is not here", "Run: pip install 'closeranks[data]'") from error
+        raise SetupError("Parquet needs pyarrow (not installed)", "Run: pip install 'closeranks[data]'") from error
     return ParquetRecords(files, index, infos)
 
 

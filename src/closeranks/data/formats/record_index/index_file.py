@@ -133,14 +133,14 @@ def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> Mappe
     """``FileNotFoundError`` where there is none, ``UnsoundIndex`` where it must be built again."""
     data = _mapped(path)
     if len(data) < 16 or data[:8] != _MAGIC:
-        raise UnsoundIndex("it is torn, or no index")
+        raise UnsoundIndex("it is truncated, or not an index")
     num_bytes = int.from_bytes(data[8:16], "little")
     try:
         body = unseal("index", data[16 : 16 + num_bytes], "its header", VERSION)
     except UnsoundDocument as error:
         raise UnsoundIndex(str(error)) from error
     if body["of"] != subject.as_dict:
-        raise UnsoundIndex("it is of other files, or they have changed")
+        raise UnsoundIndex("it belongs to other files, or they have changed")
     # The places count from the end of the header: a header cannot hold numbers that depend on its own length.
     header_end = 16 + num_bytes
     first = header_end + -header_end % _ALIGN

@@ -109,7 +109,7 @@ class _Refusal:
 def _unsaved(url: str, refusals: Sequence[_Refusal]) -> DataError:
     return DataError(
         f"the index of '{url}' cannot be saved in {' nor in '.join(map(str, refusals))}",
-        "Make one of them a folder that can be written and has room, or let a job name another (data.index).",
+        "Make one of them a writable folder with free space, or set data.index to another folder.",
     )
 
 
@@ -158,7 +158,7 @@ def _built(
             return _saved(candidate, subject, arrays)
         except OSError as error:
             refusals.append(_Refusal(candidate.folder, error))
-            _log.warning("the index does not go into %s", refusals[-1])
+            _log.warning("the index cannot be saved in %s", refusals[-1])
     raise _unsaved(report.url, refusals)
 
 
@@ -170,7 +170,7 @@ def _saved(candidate: _Candidate, subject: IndexKey, arrays: Arrays) -> MappedIn
         try:
             _read(aside, subject, in_full=True)
         except UnsoundIndex as error:
-            raise OSError(errno.EIO, f"what was written there does not read back: {error}") from error
+            raise OSError(errno.EIO, f"what was written there cannot be read back: {error}") from error
         os.replace(aside, candidate.path)
     finally:
         aside.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def _wait(fd: int, url: str, patience_s: float) -> bool:
             holder = last_note or "another process"
             raise DataError(
                 f"the index of '{url}' is being built by {holder}, which made no progress for {patience_s:.0f} s",
-                "Stop that process, or let a job name another folder (data.index).",
+                "Stop that process, or set data.index to another folder.",
             )
         if not is_told and now - started > _QUIET_S:
             _log.warning("waiting for the index of %s, built by %s", url, last_note or "another process")

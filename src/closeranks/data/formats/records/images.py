@@ -61,7 +61,7 @@ class ImageRecords:
 
     def _name(self, index: int) -> str:
         if not 0 <= index < len(self):
-            raise DataError(f"there is no number {index} in this data, which counts from 0 to {len(self) - 1}")
+            raise DataError(f"there is no number {index} in this data; its indices run from 0 to {len(self) - 1}")
         return self._names[self._ends[index] : self._ends[index + 1]].decode("utf-8", "surrogateescape")
 
     def read(self, indices: Ints) -> list[Record]:
@@ -106,7 +106,7 @@ def _classes(files: Files, infos: Sequence[FileInfo]) -> list[str]:
         )
     if counts and counts.keys() <= _SPLITS and any(info.name.count("/") > 1 for info in infos):
         raise DataError(
-            f"'{files.url}' holds the folders {', '.join(sorted(counts))}, which are parts and no classes",
+            f"'{files.url}' holds the folders {', '.join(sorted(counts))}, which are splits, not classes",
             "Name one of them as the path.",
         )
     return sorted(counts)

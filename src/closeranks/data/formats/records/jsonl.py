@@ -71,7 +71,7 @@ def _lines_of(files: Files) -> list[FileInfo]:
     for info in infos:
         if info.name.lower().endswith(COMPRESSED):
             raise DataError(
-                f"'{files.full_name(info.name)}' is compressed, and lines inside cannot be found by number",
+                f"'{files.full_name(info.name)}' is compressed, and lines inside cannot be accessed by index",
                 "Convert it with 'closeranks data build', or unpack it.",
             )
     if not infos:
@@ -116,7 +116,7 @@ def _scan(
         sizes = ends - starts
         if len(sizes) and int(sizes.max()) >= 2**32:
             long = RecordLocation(full_name, int(starts[int(sizes.argmax())]))
-            raise DataError(f"the line at {long} has {int(sizes.max())} bytes, and 4 GiB are the most")
+            raise DataError(f"the line at {long} has {int(sizes.max())} bytes, and the limit is 4 GiB")
         filled = _is_filled(view, starts, sizes)
         found.append((starts[filled], sizes[filled].astype(np.uint32)))
         progress(done + at + len(chunk), total)

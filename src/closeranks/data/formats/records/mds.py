@@ -130,7 +130,7 @@ class MdsRecords:
         first = 4 + 4 * (num_samples + 1)
         for row, begin, end in zip(span.inside.tolist(), begins, ends, strict=True):
             if not first <= begin <= end <= len(view):
-                self._refuse(span.container, row, f"it is said to lie from byte {begin} to {end}")
+                self._refuse(span.container, row, f"the index places it from byte {begin} to {end}")
         return [view[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def _decoded(self, sample: bytes, shard: int, row: int) -> Record:
@@ -159,7 +159,7 @@ def _index_bytes(files: Files) -> bytes:
         return files.read(INDEX)
     splits = sorted(name[: -len(INDEX) - 1] for name in names if name.endswith(f"/{INDEX}"))
     if splits:
-        which = "several MDS datasets" if len(splits) > 1 else "an MDS dataset in a folder of its own"
+        which = "several MDS datasets" if len(splits) > 1 else "an MDS dataset in a subfolder"
         raise DataError(
             f"'{files.url}' holds {which}: {', '.join(splits)}",
             f"Choose one: '{files.full_name(splits[0])}'.",
@@ -192,7 +192,7 @@ def _parse_shard(entry: Mapping[str, Any], full: str) -> _Shard:
         _unsound(full, f"it names a shard of format '{entry['format']}', version {entry['version']}")
     if entry["zip_data"]:
         raise DataError(
-            f"'{full}' is of shards compressed by {entry['compression']}, whose samples cannot be found by number",
+            f"'{full}' lists shards compressed by {entry['compression']}, whose samples cannot be accessed by index",
             "Convert the dataset with 'closeranks data build'.",
         )
     raw = entry["raw_data"]
@@ -219,7 +219,7 @@ def _compare(view: npt.NDArray[np.uint8], hashes: Mapping[str, str]) -> str:
 @lru_cache
 def _warn_unchecked(names: str) -> None:
     """Once in a process, not for every shard."""
-    _log.warning("the hashes of MDS shards (%s) cannot be checked here: no package that makes them is installed", names)
+    _log.warning("the hashes of MDS shards (%s) cannot be checked here: no package for them is installed", names)
 
 
 def _check_count(view: npt.NDArray[np.uint8], shard: _Shard, full: str) -> None:

@@ -56,7 +56,7 @@ def decoder_of(encoding: str, column: str) -> Decoder:
     name, _, rest = encoding.partition(":")
     if name == "pkl":
         raise DataError(
-            f"the column '{column}' is pickled, and unpickling runs whatever code it holds",
+            f"the column '{column}' is pickled, and unpickling can run arbitrary code",
             "Write the dataset again with another encoding (json, ndarray, bytes).",
         )
     if name == "ndarray":

@@ -98,7 +98,7 @@ def _size_in(block: bytes, full_name: str, at: int) -> int:
         is_sound, size = False, 0
     if not is_sound or size < 0:
         raise DataError(
-            f"'{full_name}' is no sound tar file: at byte {at} stands no member's header",
+            f"'{full_name}' is a damaged tar file: at byte {at} there is no member header",
             "Fetch or write the file again.",
         )
     return size
@@ -148,7 +148,7 @@ def _extra_blocks(view: npt.NDArray[np.uint8], start: int, block: bytes) -> int:
 def _check_inside(view: npt.NDArray[np.uint8], full_name: str, at: int, end: int, what: str) -> None:
     if end > len(view):
         raise DataError(
-            f"'{full_name}' is cut short: {what} at byte {at} ends at byte {end}, and the file at byte {len(view)}",
+            f"'{full_name}' is truncated: {what} at byte {at} ends at byte {end}, and the file at byte {len(view)}",
             "Fetch or write the file again.",
         )
 
@@ -156,7 +156,7 @@ def _check_inside(view: npt.NDArray[np.uint8], full_name: str, at: int, end: int
 def _fail_without_end(full_name: str, at: int, num_bytes: int) -> NoReturn:
     where = RecordLocation(full_name, at)
     if num_bytes:
-        raise DataError(f"a tar file is cut short inside a header at {where}", "Fetch or write the file again.")
+        raise DataError(f"a tar file is truncated inside a header at {where}", "Fetch or write the file again.")
     raise DataError(
         f"a tar file has no end mark at {where}: it may have been cut short",
         "Fetch or write it again, or, if nothing is missing, append the mark: truncate -s +1024.",

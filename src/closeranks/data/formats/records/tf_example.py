@@ -48,7 +48,7 @@ def _entry(data: bytes) -> tuple[str, Any]:
     try:
         return key.decode(), _feature(feature)
     except UnicodeDecodeError:
-        raise InvalidExample("a feature's name is no UTF-8") from None
+        raise InvalidExample("a feature's name is not UTF-8") from None
 
 
 def _feature(data: bytes) -> Any:
@@ -71,7 +71,7 @@ def _feature(data: bytes) -> Any:
 
 def _floats(kind: int, value: bytes) -> npt.NDArray[Any]:
     if kind not in (_BYTES, _FIXED32) or len(value) % 4:
-        raise InvalidExample("a list of floats has no whole number of them")
+        raise InvalidExample("the size of a list of floats is not a multiple of 4 bytes")
     return np.frombuffer(value, "<f4").astype(np.float32)
 
 
@@ -84,7 +84,7 @@ def _integers(kind: int, value: bytes) -> npt.NDArray[Any]:
     if not len(octets):
         return np.empty(0, np.int64)
     if not len(ends) or ends[-1] != len(octets) - 1:
-        raise InvalidExample("a list of integers ends within one")
+        raise InvalidExample("a list of integers ends in the middle of one")
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if int(lengths.max()) > 10:

@@ -6,7 +6,7 @@
     4 bytes    the masked CRC32C of the data
 
 The index holds where each record's data starts and how long it is. Invariants: both checksums of a record are compared
-whenever it is read, so that no flipped bit passes; a file that is cut short or whose lengths make no sense is refused
+whenever it is read, so that no flipped bit passes; a file that is truncated or whose lengths make no sense is refused
 when it is indexed, because the records behind that place cannot be found.
 """
 
@@ -114,8 +114,8 @@ def _files_of(files: Files) -> list[FileInfo]:
 
 
 def _packed(full_name: str, how: str) -> DataError:
-    what = f"'{full_name}' is {how}, and records inside cannot be found by number"
-    return DataError(what, "Unpack it (gunzip), or write it anew without TFRecordOptions(compression_type=...).")
+    what = f"'{full_name}' is {how}, and records inside cannot be accessed by index"
+    return DataError(what, "Unpack it (gunzip), or write it again without TFRecordOptions(compression_type=...).")
 
 
 def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Arrays:
@@ -156,7 +156,7 @@ def _scan(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[tuple[int, in
             how = _MAGICS.get(view[:2].tobytes()) if at == 0 else None
             if how is not None:
                 raise _packed(full_name, f"compressed with {how}") from None
-            what = f"'{full_name}' is damaged at byte {at}: {error}, and the records behind it cannot be found"
-            raise DataError(what, "Fetch the file anew, or leave it out.") from None
+            what = f"'{full_name}' is damaged at byte {at}: {error}, and the records after it cannot be found"
+            raise DataError(what, "Fetch the file again, or leave it out.") from None
         yield at + _HEADER, size
         at = end

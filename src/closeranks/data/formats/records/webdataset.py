@@ -94,7 +94,7 @@ class TarRecords:
             record[name] = view[start : start + size].tobytes()
             if len(record[name]) != size:
                 full = self._files.full_name(self._rows.names[file])
-                raise DataError(f"'{full}' ends before byte {start + size}, where a member should", "Fetch it again.")
+                raise DataError(f"'{full}' ends before byte {start + size}, inside a member", "Fetch it again.")
         return record
 
     def where(self, index: int) -> RecordLocation:
@@ -114,7 +114,7 @@ def _tars_of(files: Files) -> list[FileInfo]:
     for info in infos:
         if info.name.lower().endswith(COMPRESSED):
             raise DataError(
-                f"'{files.full_name(info.name)}' is compressed, and samples inside cannot be found by number",
+                f"'{files.full_name(info.name)}' is compressed, and samples inside cannot be accessed by index",
                 "Convert it with 'closeranks data build', or unpack it to a plain .tar.",
             )
     if not infos:
@@ -149,7 +149,7 @@ class _Builder:
         maps.close()
         if self._num_skipped:
             _log.warning(
-                "%s: %d members without a key, or no plain files, left out", self._files.url, self._num_skipped
+                "%s: %d members skipped: they have no key or are not regular files", self._files.url, self._num_skipped
             )
         return self._arrays()
 
