@@ -96,7 +96,8 @@ def adopt_orphans() -> None:
 
 
 def left_over(agent: int, samples: Sequence[Sample]) -> list[str]:
-    """What an ended run has left behind, in words: processes (see ``adopt_orphans``), shared memory, control groups."""
+    """What an ended run has left behind, in words: processes (see ``set_child_subreaper``), shared memory, control
+    groups."""
     orphans = [pid for pid in children(os.getpid()) if Path(f"/proc/{pid}/exe").exists() and command_of(pid)]
     files = sorted({name for one in samples for name in one.shm if Path(name).exists()})
     return [

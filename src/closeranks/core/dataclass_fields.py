@@ -1,7 +1,7 @@
 """Takes the fields of a dataclass from plain values that were read from a file.
 
-Invariant: what ``known_fields`` returns can be passed to the dataclass, and each value is of the type that the field is
-annotated with; whole numbers fit into 63 bits, so that none of them overflows a float or a date.
+Invariant: what ``checked_fields`` returns can be passed to the dataclass, and each value is of the type that the field
+is annotated with; whole numbers fit into 63 bits, so that none of them overflows a float or a date.
 """
 
 from __future__ import annotations

@@ -251,7 +251,8 @@ class Reducer(Protocol):
         ...
 
     def compression_errors(self) -> Sequence[Tensor]:
-        """What this rank measured in this step of what compression lost, as ``sync.ways.Way.losses`` has it."""
+        """What this rank measured in this step of what compression lost, as
+        ``sync.ways.FlatReduction.compression_errors`` has it."""
         ...
 
 

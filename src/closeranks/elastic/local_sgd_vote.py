@@ -55,8 +55,8 @@ def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
 
 
 class LocalSgdVote(Vote):
-    """``home``: the ranks of this replica; ``world``: all ranks; ``num_homes``: the number of replicas under Local SGD
-    or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
+    """``home``: the ranks of this replica; ``world``: all ranks; ``num_replica_groups``: the number of replicas under
+    Local SGD or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
 
     def __init__(
         self,

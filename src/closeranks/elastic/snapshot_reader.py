@@ -91,7 +91,7 @@ class SnapshotReader:
     """The images of one state that a rank needs, the preferred one first. Implements ``run.state.Saved``.
 
     Inside a ``with`` block, tensors on a device are filled asynchronously by ``num_threads`` threads. When the block is
-    left, all of them are filled and checked, or ``DamagedCopy`` is raised, and no thread writes to them any more.
+    left, all of them are filled and checked, or ``DamagedSnapshot`` is raised, and no thread writes to them any more.
     """
 
     slots: Sequence[SealedSlot]

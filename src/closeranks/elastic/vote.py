@@ -123,7 +123,7 @@ class Vote:
     def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
         """Every rank calls this once per step; the only collective besides those of the gradients.
 
-        ``is_boundary`` matters under Local SGD and DiLoCo: whether all replicas synchronize after this step."""
+        ``is_sync_step`` matters under Local SGD and DiLoCo: whether all replicas synchronize after this step."""
         return Verdict(*self._settled(ballot, loss_scale), self._metrics, sizes_of(ballot))
 
     def _settled(self, ballot: Ballot, loss_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ _DATASHEETS: tuple[tuple[str, DevicePeaks], ...] = (
 
 
 def datasheet_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak in FLOP/s of the device the driver calls ``device_name``; ``precision`` is a field of ``Peaks``."""
+    """Dense peak in FLOP/s of the device the driver calls ``device_name``; ``precision`` is a field of
+    ``DevicePeaks``."""
     for pattern, peaks in _DATASHEETS:
         # Whole words only: an A10G is not an A10, and "L4" must not match "L40".
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", device_name, re.IGNORECASE):

@@ -4,9 +4,9 @@ Ranks are numbered with the tensor axis fastest (its collectives are the most fr
 then the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are
 inverse, and the groups of each axis partition all ranks.
 
-With local SGD (``sync.local``) the replica axis is divided into ``num_homes`` intervals of equal length. A replica
-group consists of all ranks of one interval, with every coordinate on the other axes: it holds the whole model and its
-state, once or more.
+With local SGD (``sync.local``) the replica axis is divided into ``num_replica_groups`` intervals of equal length. A
+replica group consists of all ranks of one interval, with every coordinate on the other axes: it holds the whole model
+and its state, once or more.
 """
 
 from __future__ import annotations

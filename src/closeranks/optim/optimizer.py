@@ -55,7 +55,7 @@ def whole_parameters(module: nn.Module) -> tuple[ParameterShard, ...]:
 class Optimizer:
     """Updates the parameter shards that this rank holds: whole parameters or parts of them, possibly none.
 
-    ``frozen_from``: the step from which adamw's second moments are frozen, [Note: frozen moments]. ``total`` sums over
+    ``freeze_step``: the step from which adamw's second moments are frozen, [Note: frozen moments]. ``total`` sums over
     all ranks; None where each holds its parameters whole, or there is one rank.
     """
 

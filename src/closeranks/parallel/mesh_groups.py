@@ -115,7 +115,7 @@ class MeshGroups:
 def open_mesh_groups(
     world: RankGroup, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1
 ) -> MeshGroups:
-    """``num_homes``: number of replica groups (local SGD)."""
+    """``num_replica_groups``: number of replica groups (local SGD)."""
     mesh, maker = Mesh(layout, num_homes), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
         home = _home_of_replicas(maker, mesh, world)

@@ -2,7 +2,7 @@
 
 Every way to part the ranks over the axes is asked for its legality, and every legal one for the bytes its fullest rank
 holds and what its busiest rank sends. Pure arithmetic without torch. Invariant: nothing is left out silently: what is
-not legal is counted with its reason, and what is not enumerated is said in ``layouts_of``.
+not legal is counted with its reason, and what is not enumerated is said in ``candidate_layouts``.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def _habits(policy: CheckpointPolicy) -> Rows:
         takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "forever"
         rows.append(
             (
-                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste), duration(habit.lost_s),
-                takes, f"{habit.num_saves:,.0f}",
+                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste),
+                duration(habit.lost_s), takes, f"{habit.num_saves:,.0f}",
             )
         )  # fmt: skip
     return rows

@@ -1,7 +1,7 @@
 """What must a place offer to hold checkpoints, or data to read?
 
 Names are relative to the storage's root, with ``/`` between folders. Call sequence of a save: ``create`` for each data
-file, then ``publish`` of small documents, the one that makes it count last. Invariants: what ``Sink.close`` or
+file, then ``publish`` of small documents, the one that makes it count last. Invariants: what ``StorageSink.close`` or
 ``publish`` returned from survives a crash; a document appears under its name whole or not at all; an aborted sink
 leaves nothing that counts. Imports no torch: the writer is a process without it.
 """

@@ -112,7 +112,7 @@ _SIGNS: tuple[tuple[str, Callable[[ProcessSample], bool]], ...] = (
     ),
     ("busy while the others wait, perhaps holding the GIL", lambda sight: sight.load >= _BUSY),
 )
-"""What tells a suspect from ranks that wait, each with its wording; a stop is recorded in ``Still.is_stopped``."""
+"""What tells a suspect from ranks that wait, each with its wording; a stop is recorded in ``Hang.is_stopped``."""
 
 
 def position(word: WorkerProgress) -> tuple[int, int, int]:

@@ -6,7 +6,8 @@ worker went without showing progress.
 
 Invariants: each field is one aligned store of eight bytes, so that a reader never sees a torn value; the time is
 written before the phase and read after it, so that a phase is never seen with an older time than its own. Writing never
-blocks. Cost, by timeit on a shared core: ``write`` 1.4 us, ``tick`` 0.6 us, ``note_own`` 0.4 us, ``read`` 19 us.
+blocks. Cost, by timeit on a shared core: ``write`` 1.4 us, ``tick`` 0.6 us, ``note_compute_time`` 0.4 us, ``read`` 19
+us.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def is_sighup_ignored(number: int) -> bool:
 
 @contextmanager
 def deliver_signals(loop: EventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Inside this context, each of these signals becomes one call of ``on_signal`` from the event loop."""
+    """Inside this context, each of these signals becomes one call of ``shutdown_on_signal`` from the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

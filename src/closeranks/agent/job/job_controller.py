@@ -60,7 +60,7 @@ _TOLD_S = 0.2
 _FAREWELL_S = 5.0
 """How long other hosts have to receive the end of the job, and to disconnect."""
 _SHOW_S = 0.25
-"""The longest interval between two calls of ``OnTurn``: it may have work that it did not foresee in its last answer."""
+"""The longest interval between two calls of ``OnTick``: it may have work that it did not foresee in its last answer."""
 _SURE_BEATS = 4
 """For how many heartbeats a rank must have been furthest behind before it is declared hung: the progress that two hosts
 report differs in age."""
@@ -428,7 +428,7 @@ class JobController:
         self._listener.on_event(-1, encode(event))
 
     def _show(self, now: float) -> float | None:
-        """Call ``OnTurn`` when it asked to be called, and whenever the generation or the state has changed. Not more
+        """Call ``OnTick`` when it asked to be called, and whenever the generation or the state has changed. Not more
         often, because a view reads every worker's shared progress."""
         if self._on_turn is None:
             return None

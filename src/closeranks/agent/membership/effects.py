@@ -149,7 +149,7 @@ class ForwardRequest:
 
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
-    """Send SIGKILL to every worker at once; when they are dead, call ``Follower.fenced``."""
+    """Send SIGKILL to every worker at once; when they are dead, call ``Follower.on_fenced``."""
 
     generation: int
     why: str

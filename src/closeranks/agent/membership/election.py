@@ -109,7 +109,7 @@ class SendRegisterRequest:
 @dataclass(frozen=True, slots=True)
 class Elected:
     """This candidate leads until ``until``, or later if ``Renewed`` says so. Leases that an earlier leader granted to
-    hosts may hold for ``Pace.patience_s`` from now; term 1 has no earlier leader."""
+    hosts may hold for ``Pace.dead_after_s`` from now; term 1 has no earlier leader."""
 
     term: int
     until: float

@@ -73,7 +73,7 @@ class AuthenticatedChannel:
         self.outbox += self._seal.encode_frame(body)
 
     def feed(self, data: bytes) -> Iterator[Fields]:
-        """The messages that have arrived completely. Raises ``Refused`` at the first violation of the protocol."""
+        """The messages that have arrived completely. Raises ``ChannelError`` at the first violation of the protocol."""
         if self._unwrapper is None:
             data = self._meet(data)
         if self._unwrapper is None:

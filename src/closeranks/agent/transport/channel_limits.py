@@ -1,6 +1,6 @@
 """Limits of the control channel: timeouts, sizes and numbers of connections.
 
-Invariant: unauthenticated clients cost at most ``max_strangers`` connections of a few hundred bytes each, and an
+Invariant: unauthenticated clients cost at most ``max_unauthenticated`` connections of a few hundred bytes each, and an
 authenticated one costs at most one message and one queue.
 """
 

@@ -1,7 +1,7 @@
 """Ends orphan processes: those that user code started and that outlived the run, such as daemons in another session.
 
-The agent adopts every descendant that loses its parent, so it knows all of them. Invariant: when ``end_all`` returns,
-each orphan was named, asked to end (SIGTERM), and killed if it did not.
+The agent adopts every descendant that loses its parent, so it knows all of them. Invariant: when ``end_orphans``
+returns, each orphan was named, asked to end (SIGTERM), and killed if it did not.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Run as ``python -m closeranks.agent.workers.zygote CONTROL_FD AGENT_PID``. Control messages are JSON, one per packet,
 sent with descriptors where needed. The agent sends its setup once and is answered ``ready`` or ``failed``; from then on
-``fork`` at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each child is
-reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work; it has
-no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a standby
-zygote that serves it, an heir; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The heir outlives
-the first zygote, and is sent ``belong`` when the agent has become its parent.
-Invariant: a zygote has one thread, never touches CUDA, and ends with its agent (an heir, until ``belong``, when its
-control socket closes); a worker dies with its zygote.
+``fork`` at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each
+child is reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work;
+it has no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a
+standby zygote that serves it, an heir; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The heir
+outlives the first zygote, and is sent ``belong`` when the agent has become its parent. Invariant: a zygote has one
+thread, never touches CUDA, and ends with its agent (an heir, until ``belong``, when its control socket closes); a
+worker dies with its zygote.
 """
 
 from __future__ import annotations

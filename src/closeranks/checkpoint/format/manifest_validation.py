@@ -1,7 +1,7 @@
 """Validates a manifest before anything acts on its contents.
 
 A seal proves that a manifest was not damaged by accident, not that its author was correct or benign. Invariants: after
-``sound_manifest`` every number in a manifest has the right type and is within bounds, no name leads out of the
+``validate_manifest`` every number in a manifest has the right type and is within bounds, no name leads out of the
 checkpoints' root, no two chunks claim the same bytes of a file, and the chunks of a tensor have no more elements than
 the tensor, so that the memory a reader allocates is bounded by the files that exist. Imports no torch.
 """

@@ -21,7 +21,7 @@ FAILPOINTS: dict[str, str] = {}
 
 
 def declare_failpoint(label: str, meaning: str) -> str:
-    """Name a point once, where the module that passes it is defined; sweeps find them all in ``POINTS``."""
+    """Name a point once, where the module that passes it is defined; sweeps find them all in ``FAILPOINTS``."""
     FAILPOINTS[label] = meaning
     return label
 

@@ -2,7 +2,7 @@
 
 A fork copies every descriptor and every mapping. A child that outlives its worker (a daemon that calls ``setsid``)
 would hold copies of the training state and connections to other ranks for as long as it lives. Programs that are
-started with ``subprocess`` inherit neither: everything here is close-on-exec. Invariant: after ``keep_from_children`` a
+started with ``subprocess`` inherit neither: everything here is close-on-exec. Invariant: after ``close_in_children`` a
 forked child has none of them; the numbers of its descriptors stay taken, by /dev/null, so that whoever closes one there
 later closes nobody else's.
 """

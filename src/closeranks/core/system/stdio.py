@@ -2,7 +2,7 @@
 
 A run goes on when its terminal is gone, its pipe has no reader or its log is on a full disk; everything is in the run
 folder as well. Invariants: after ``install(required=False)`` no write to ``sys.stdout`` or ``sys.stderr`` raises; after
-``open_missing`` descriptors 0, 1 and 2 are open, so that no file or socket of ours is ever taken for one of them.
+``open_closed_stdio`` descriptors 0, 1 and 2 are open, so that no file or socket of ours is ever taken for one of them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RemoteFileVersion:
 def write_cached_file(
     fd: int, item: RemoteFileVersion, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]
 ) -> None:
-    """``make_free`` is asked for so many bytes when the disk is full, and says whether it could give any."""
+    """``evict`` is asked for so many bytes when the disk is full, and says whether it could give any."""
     check = _Check(item)
     with closing(pieces):
         for data in pieces:

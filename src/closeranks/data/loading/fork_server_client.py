@@ -66,7 +66,8 @@ class ForkServerClient:
         return key
 
     def poll_exits(self, wait_s: float = 0.0) -> dict[int, int]:
-        """Exit statuses by key, as far as they are known; waits for news at most so long. ``HungUp``: it is gone."""
+        """Exit statuses by key, as far as they are known; waits for news at most so long. ``SocketClosed``: it is
+        gone."""
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         while waiting.poll(wait_s * 1000):

@@ -2,9 +2,10 @@
 
 The reading process writes tensors into slots, pieces of anonymous shared memory that have no name and so leave nothing
 behind; what else a batch holds (strings, numbers) is pickled behind them. The rank sees the tensors where they lie.
-Call sequence: ``Outbox.put`` in the process; its ``Parcel`` and, for a new slot, the descriptor travel by socket;
-``Inbox.take`` in the rank; once the last tensor of a batch is gone the slot stands in ``Inbox.free`` and
-``Outbox.reuse`` gets its number. Invariant: a slot is written again only when nobody in the rank can see it any more.
+Call sequence: ``SharedBatchWriter.put`` in the process; its ``SharedBatchRef`` and, for a new slot, the descriptor
+travel by socket; ``SharedBatchReader.take`` in the rank; once the last tensor of a batch is gone the slot stands in
+``SharedBatchReader.free`` and ``SharedBatchWriter.reuse`` gets its number. Invariant: a slot is written again only when
+nobody in the rank can see it any more.
 """
 
 from __future__ import annotations

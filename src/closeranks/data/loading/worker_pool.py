@@ -96,7 +96,7 @@ class LoaderWorkerPool:
         self._let_go(step + plan.settings.prefetch)
 
     def read(self, step: int) -> list[LoadedBatch]:
-        """``Stopped`` where the crew was stopped meanwhile."""
+        """``LoaderStopped`` where the crew was stopped meanwhile."""
         if self._failure is not None:
             raise self._failure
         self._let_go(step + 1 + self._plan.settings.prefetch)

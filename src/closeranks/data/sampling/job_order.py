@@ -68,7 +68,7 @@ class OrderChange:
 
 
 def order_change(saved: str, here: str) -> OrderChange:
-    """Of two orders that are not the same, as ``Order.described`` gives them."""
+    """Of two orders that are not the same, as ``Order.signature`` gives them."""
     one, other = _shuffle_of(saved), _shuffle_of(here)
     if MixtureOrder.__name__ in (one, other):
         return OrderChange("mixture", "data.parts, their weights and data.shuffle")

@@ -2,7 +2,7 @@
 
 The index of a shard holds one more offset than it has items: item ``i`` lies from the i-th up to the next, in tokens or
 bytes of the shard's data. Invariant: an offset is handed out only from a block that matched its checksum.
-``Ends`` shows the ends of all documents as one long array that is never in memory as a whole.
+``DocumentEnds`` shows the ends of all documents as one long array that is never in memory as a whole.
 """
 
 from __future__ import annotations

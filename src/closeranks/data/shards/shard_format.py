@@ -4,8 +4,9 @@
 
 Everything before the checksums is cut into blocks of ``block_bytes``, counted from the first byte of the file, and each
 has its CRC32C; the checksums have a BLAKE3 in the footer, the footer a CRC32C of its own. Invariant: no byte is outside
-these, so that any single flipped bit is found, and where each region lies follows from four numbers alone (``Shape``).
-Pure: bytes in, values out. The page docs/data-format.md says the same for readers without this program.
+these, so that any single flipped bit is found, and where each region lies follows from four numbers alone
+(``ShardRegions``). Pure: bytes in, values out. The page docs/data-format.md says the same for readers without this
+program.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ writes a part:
         names = writer.finish()                               # the part's shards, in order
 
 and when all parts are done one process calls ``commit.commit(folder, names_of_all_parts, About(...))``. A single
-writer needs no part number, and ``finish_alone(about)`` does both. ``RecordShardWriter`` is the same for records.
+writer needs no part number, and ``finish_and_commit(about)`` does both. ``RecordShardWriter`` is the same for records.
 
 Invariants: a writer that was killed anywhere is constructed again and goes on after its last finished shard (the torn
 one is dropped: at most ``shard_bytes`` are done twice); the result is byte for byte that of an undisturbed build;

@@ -100,7 +100,7 @@ def is_inside(name: str, field: str) -> bool:
 
 
 def stack(field: CollatedField, values: Sequence[Any]) -> Tensor:
-    """One row per value; ``Misfit`` for the first that is not what the field is."""
+    """One row per value; ``FieldMismatch`` for the first that is not what the field is."""
     stacked = np.empty((len(values), *field.shape), dtype=field.dtype)
     for row, value in enumerate(values):
         is_ready = isinstance(value, np.ndarray) and value.dtype == field.dtype and value.shape == field.shape

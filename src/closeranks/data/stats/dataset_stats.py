@@ -1,7 +1,7 @@
 """What does a data set hold: how much, how long, how often the same, and of which tokens?
 
 One pass over everything, from front to back. Invariant: memory is bounded, whatever the size of the data set; figures
-that are estimated say so (``Repeats.is_sample``).
+that are estimated say so (``DuplicateCounts.is_sample``).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CgroupUnavailable(OSError):
 
 
 def find_cgroup_parent(need: CgroupControl) -> CgroupParent:
-    """Where groups with this control can be created; raises ``Lacking``."""
+    """Where groups with this control can be created; raises ``CgroupUnavailable``."""
     reason = f"no control groups with the {need.what} controller are mounted here"
     for hierarchy in hierarchies(need):
         file = need.file_v2 if hierarchy.version == 2 else need.file_v1

@@ -44,7 +44,7 @@ class BucketItem:
     name: str
     numel: int
     stage: int
-    """Index among the rank's own stages; ``SEVERAL`` for a tied weight that is in more than one of them."""
+    """Index among the rank's own stages; ``SEVERAL_STAGES`` for a tied weight that is in more than one of them."""
     reduce_axes: tuple[str, ...]
     """Axes other than data over which its gradient must also be summed."""
 
@@ -160,7 +160,7 @@ class RankParameters:
 def rank_parameters(
     stages: tuple[StageUnits, ...], shared: Collection[str], layout: Layout, terms: CostSettings
 ) -> RankParameters:
-    """``shared``: the weights of which other pipeline ranks hold a copy (``shared_names``)."""
+    """``shared``: the weights of which other pipeline ranks hold a copy (``tied_across_ranks``)."""
     items = _items(stages, shared, layout.tensor)
     weights = distinct_parameters(unit for stage in stages for unit in stage.units)
     num_shards = Mesh(layout).sizes[2] if layout.zero else 0

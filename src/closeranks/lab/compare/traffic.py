@@ -1,4 +1,4 @@
-"""How many bytes does a step send? Pure but for ``told_times``.
+"""How many bytes does a step send? Pure but for ``recorded_step_times``.
 
 Invariants: bytes are divided by the very steps in which they were sent, so that neither starting up nor a round whose
 steps are told together weighs in; where no step is left to divide by, the answer is None, never 0.

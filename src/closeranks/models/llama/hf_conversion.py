@@ -2,7 +2,7 @@
 
 Configs are plain values here, ``config.json``'s and our table ``[model]``; parameters already have the same names on
 both sides, up to prefixes and ties. Invariants: a config that our Llama cannot represent exactly is refused with the
-key that says so, never approximated; ``llama_table(hf_config(shape))`` names the same shape. Imports no torch.
+key that says so, never approximated; ``llama_config_from_hf(hf_config(shape))`` names the same shape. Imports no torch.
 """
 
 from __future__ import annotations

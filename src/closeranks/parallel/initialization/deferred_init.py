@@ -4,7 +4,7 @@ The factory runs on fake tensors (without data), and every operation that create
 then computes any single parameter. The values are those of the factory run for real after ``torch.manual_seed(seed)``,
 bit for bit, so that a sharded layout starts from the same model as an unsharded one. Where Python code reads a value
 (``.item()``, a list, a condition), it is computed on the spot. Invariant: what cannot be recorded faithfully raises
-``Unfaithful``, and the caller builds the module whole instead; nothing is guessed.
+``NotRecordable``, and the caller builds the module whole instead; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Recording:
 
 
 def record(factory: Callable[[], nn.Module], seed: int) -> Recording:
-    """Run the factory without data; raises ``Unfaithful`` where its parameters cannot be computed one by one.
+    """Run the factory without data; raises ``NotRecordable`` where its parameters cannot be computed one by one.
 
     Cost: a fraction of a millisecond per operation of the factory, and whatever data it brings from outside of torch.
     """

@@ -1,9 +1,9 @@
 """Computes a single tensor of a recorded factory without computing the others.
 
 A program is the trace of what a factory did to tensors: operations on views of numbered storages, in order. For one
-view, ``Replay`` runs only the operations that its values depend on. A random operation starts from the generator state
-that it would have in a run of the whole factory: to find those states, every draw is made once, in order, and
-discarded. Invariant: ``Replay.value`` gives the bits that the factory itself would give after ``torch.manual_seed``.
+view, ``OpReplay`` runs only the operations that its values depend on. A random operation starts from the generator
+state that it would have in a run of the whole factory: to find those states, every draw is made once, in order, and
+discarded. Invariant: ``OpReplay.value`` gives the bits that the factory itself would give after ``torch.manual_seed``.
 """
 
 from __future__ import annotations

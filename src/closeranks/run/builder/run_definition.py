@@ -1,6 +1,6 @@
 """Defines a run from a job that names its model and data, or from objects that a user passes in Python.
 
-Both become the same ``Ingredients``. Invariant: none of the user's code runs before the job has been checked.
+Both become the same ``RunInputs``. Invariant: none of the user's code runs before the job has been checked.
 """
 
 from __future__ import annotations

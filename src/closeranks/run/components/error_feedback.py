@@ -23,8 +23,8 @@ from closeranks.sync.compress.error_feedback import OWED, RESIDUAL, rows_to_read
 def restore_error_feedback(
     memories: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, has_owners: bool
 ) -> None:
-    """What a state does not hold, or holds with another shape, starts as in a fresh run. ``has_owners``: whether sums
-    are compressed by their owners, here or on any rank."""
+    """What a state does not hold, or holds with another shape, starts as in a fresh run. ``recompresses_sums``: whether
+    sums are compressed by their owners, here or on any rank."""
     shapes = saved.shapes(section)
     for one in memories:
         key, own = one.piece.name, one.piece.shape

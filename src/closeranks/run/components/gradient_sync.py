@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 class GradientSync(Component):
     def __init__(self, reducer: Reducer, *, is_compressed: bool, has_owners: bool, words: str) -> None:
-        """``has_owners``: whether the owner of each sum of gradients compresses it again, [Note: two shots]; ``words``:
-        a description of the reduction, empty for the usual one."""
+        """``recompresses_sums``: whether the owner of each sum of gradients compresses it again, [Note: two shots];
+        ``words``: a description of the reduction, empty for the usual one."""
         self.reducer, self._has_owners, self._words = reducer, has_owners, words
         self.unique = Unique.RANK if is_compressed else Unique.NOTHING
 

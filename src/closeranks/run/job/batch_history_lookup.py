@@ -1,7 +1,7 @@
 """Looks up the batch history of a job that is resumed.
 
-Both parts of a ``Past`` must be known before a run is built, so they are read from the newest saved state first;
-whether that state is sound and fits the job is decided later, when it is restored. Imports no torch.
+Both parts of a ``BatchHistory`` must be known before a run is built, so they are read from the newest saved state
+first; whether that state is sound and fits the job is decided later, when it is restored. Imports no torch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ peer's copy on another host, from the run's newest sound checkpoint, or from the
 what they can read, make the same choice and read; a copy that proves damaged is skipped by all of them together, with a
 warning.
 
-Invariant: when ``take_over`` returns, all ranks hold the state of the same step, every byte of it checked, or all of
-them raised. No sound copy is changed meanwhile, so that after a crash the restore can be repeated.
+Invariant: when ``restore_generation`` returns, all ranks hold the state of the same step, every byte of it checked, or
+all of them raised. No sound copy is changed meanwhile, so that after a crash the restore can be repeated.
 
 [Note: a spoilt beginning] A state that proves damaged while it is read has overwritten a part of the model. Another
 state that is read after it overwrites all of that; the run's initial state would not. If no other state is left, the

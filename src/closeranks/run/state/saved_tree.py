@@ -1,8 +1,8 @@
 """Validates the values of a saved state that are not tensors before anything uses them.
 
 A digest proves that a checkpoint was not damaged by accident, not that its writer was correct. Invariant: after
-``sound_tree`` every value that this package reads from a tree has the right type and range; unknown keys are ignored,
-so that a state of a later version can be read.
+``validate_tree`` every value that this package reads from a tree has the right type and range; unknown keys are
+ignored, so that a state of a later version can be read.
 """
 
 from __future__ import annotations

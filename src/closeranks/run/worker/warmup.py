@@ -192,8 +192,8 @@ def run_dummy_step(job: Job) -> None:
 
 
 def _keep_and_recall(state: RunState) -> None:
-    """Take a snapshot of the state into private memory, and restore it. Does not use ``take_over``, which counts the
-    sessions of a process."""
+    """Take a snapshot of the state into private memory, and restore it. Does not use ``restore_generation``, which
+    counts the sessions of a process."""
     with ExitStack() as opened:
         paths = [_memory(opened), _memory(opened)]
         capture, keeper = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))

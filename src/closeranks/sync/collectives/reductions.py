@@ -1,8 +1,9 @@
 """Reductions of one flat tensor over ranks: plain, hierarchical, or compressed.
 
-A ``Way`` belongs to one flat buffer and all-reduces it in place, or reduce-scatters it. ``Flat`` is torch's own
-collective. ``TwoLevels`` is hierarchical: reduce-scatter inside each host, all-reduce across hosts between ranks with
-the same local index, all-gather inside. Each rank sends only its slice between hosts, once. That may be compressed.
+A ``Way`` belongs to one flat buffer and all-reduces it in place, or reduce-scatters it. ``PlainReduction`` is torch's
+own collective. ``HierarchicalReduction`` is hierarchical: reduce-scatter inside each host, all-reduce across hosts
+between ranks with the same local index, all-gather inside. Each rank sends only its slice between hosts, once. That may
+be compressed.
 
 Call sequence: ``begin`` with every step's number; ``sum`` or ``scatter``, as often as the step needs; ``settle`` once
 it is known whether the step was taken. Invariant: after ``sum`` all ranks hold the same bits.

@@ -1,9 +1,9 @@
 """Replaces the collectives that reduce the gradients of FSDP2's units, for instance by compressed ones.
 
 [Note: unit loads] FSDP2 lays a unit's gradients out rank by rank: for each rank its rows of every parameter, padded to
-equal counts, one after the other. ``UnitScatter`` is called with that buffer in place of torch's reduce-scatter, and
-``ReplicaSum`` with the result, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by itself,
-and only then call a hook; so it is given the shard axis alone, and the hook does the whole sum.
+equal counts, one after the other. ``FsdpReduceScatter`` is called with that buffer in place of torch's reduce-scatter,
+and ``FsdpAllReduceHook`` with the result, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by
+itself, and only then call a hook; so it is given the shard axis alone, and the hook does the whole sum.
 
 Invariants: replicas are summed once per step, whatever number of reductions it had; padding stays zero.
 """

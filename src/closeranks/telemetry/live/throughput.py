@@ -56,7 +56,7 @@ class _Timed:
 
 
 class ThroughputMeter:
-    """Fed with the steps of a run, in order; ``go_on`` stands between two generations.
+    """Fed with the steps of a run, in order; ``start_generation`` stands between two generations.
 
     The window holds the latest steps that make up five seconds, and ten steps at least, so that a fast run's figure
     does not flicker and a slow run's is not old.

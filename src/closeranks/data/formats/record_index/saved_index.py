@@ -1,6 +1,6 @@
 """How does a format that has no index get one, once for all processes of a host?
 
-``saved_index`` opens the index of some files, or builds and saves it. It lies in ``IndexPlace.folder``, else in
+``saved_index`` opens the index of some files, or builds and saves it. It lies in ``IndexLocation.folder``, else in
 ``.closeranks-index/`` beside local data if that can be written, else under the cache; the folder may be removed at any
 time. Invariants: of the processes of a host that need the same index one builds it while the others wait, for as long
 as it makes progress; an index appears under its name whole or not at all, so that a killed builder leaves nothing that

@@ -3,7 +3,7 @@
     Example  { Features features = 1 }                  Feature   { BytesList = 1 | FloatList = 2 | Int64List = 3 }
     Features { map<string, Feature> feature = 1 }       each list { repeated value = 1 }, numbers packed or not
 
-Invariant: bytes that are no such message raise ``NoExample`` with the reason; nothing outside of them is read. As
+Invariant: bytes that are no such message raise ``InvalidExample`` with the reason; nothing outside of them is read. As
 protobuf does, fields that the message does not have are passed over, and of a key that stands twice the last counts.
 """
 
