@@ -109,6 +109,11 @@ def rooms() -> dict[str, tuple[int, int]]:
     return {room: (len(lines), sum(lines)) for room, lines in sorted(found.items())}
 
 
+def folders() -> dict[str, int]:
+    """Modules of each folder, packages' own ``__init__`` not counted."""
+    return Counter(str(path.parent.relative_to(ROOT)) for path in sources() if path.name != "__init__.py")
+
+
 def repeated_classes() -> dict[str, int]:
     """Public class names that several files define."""
     names: Counter[str] = Counter()
@@ -166,6 +171,7 @@ def main() -> None:
         "longest_file": longest[0][0],
         "longest_function": functions[0][0],
         "repeated_class_names": len(repeated),
+        "longest_folder": max(folders().values()),
     }
     print(json.dumps({"name": "house", **figures}))
 

@@ -234,7 +234,9 @@ def test_a_worker_that_prints_much_is_not_taken_for_hung(
     """It waits for its pipe to be read, longer than a step ever took, and is healthy."""
     limits = FaultLimits(hang_floor_s=0.4, hang_factor=2.0, max_faults=0)
     survival = RecoverySettings(limits, lambda num, wanted: ResizedLaunch(num, {}), lambda step: "")
-    plan = host.plan("print_much", payload={"piece": piece, "num_bytes": num_bytes}, is_elastic=True, survival=survival)
+    plan = host.plan(
+        "print_much", payload={"piece": piece, "num_bytes": num_bytes}, is_elastic=True, recovery_settings=survival
+    )
     outcome = Agent(
         plan,
         on_event=lambda rank, event: host.events.append((rank, event)),
@@ -429,7 +431,7 @@ def test_more_workers_than_a_control_queue_holds(host: Host) -> None:
 
 def test_a_log_folder_that_cannot_be_made(host: Host, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="cannot be made"):
+    with pytest.raises(SetupError, match="cannot be created"):
         host.run(host.plan("finish", log_folder=tmp_path / "file" / "logs"))
 
 

@@ -40,10 +40,10 @@ class Taking:
         return plan.saved
 
     def open(self, plan: CapturePlan) -> Sequence[int]:
-        self.upcoming(plan)
+        self.next_slots(plan)
         return plan.packed
 
-    def halfway(self) -> None: ...
+    def on_half_copied(self) -> None: ...
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         try:
@@ -54,7 +54,7 @@ class Taking:
     def fail(self, problem: str, error: BaseException | None) -> None:
         self.outcomes.append(Captured(problem=problem))
 
-    def upcoming(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
+    def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         self.slots[0].reserve(plan.num_saved_bytes, 0)
         return self.slots
 

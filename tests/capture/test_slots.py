@@ -266,7 +266,7 @@ def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_o
     kept = keep(box, 7)
     held = holdings(8.0)
     monkeypatch.setattr(
-        snapshot_writer, "point", lambda label: held[0].tensor.add_(1.0)
+        snapshot_writer, "failpoint", lambda label: held[0].tensor.add_(1.0)
     )  # as if forward changed a weight
     kept.begin(replace(ABOUT, step=8), held, b"{}")
     joined = kept.join()
@@ -340,7 +340,7 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
 ) -> None:
     (box,) = make_boxes(place, 1)
     may_seal = threading.Event()
-    monkeypatch.setattr(slots, "point", lambda label: may_seal.wait(20.0))
+    monkeypatch.setattr(slots, "failpoint", lambda label: may_seal.wait(20.0))
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings(7.0)
     kept.begin(ABOUT, held, b"{}")
     kept.land()

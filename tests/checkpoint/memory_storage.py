@@ -15,7 +15,7 @@ class Killed(BaseException):
 class MemoryStorage:
     is_local = True
 
-    def sweep(self) -> None:
+    def remove_stale(self) -> None:
         """Nothing is ever half-made here."""
 
     def __init__(self) -> None:

@@ -54,10 +54,10 @@ def in_child(name, death):
     shutil.copytree(good, place)
     child = os.fork()
     if not child:
-        faults._DEATH = death
+        failpoints._DEATH = death
         where = saving.settings(place / "near", remote=str(place / "far"), keep_last=2)
         saving.save(saving.order(4), where)
-        counts = {"points": list(faults.POINTS), "seen": faults._SEEN}
+        counts = {"points": list(failpoints.FAILPOINTS), "seen": failpoints._SEEN}
         (sweep / f"{name}.json").write_text(json.dumps(counts))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -65,7 +65,7 @@ def in_child(name, death):
 assert in_child("all", (Any(), -1)) == 0
 counts = json.loads((sweep / "all.json").read_text())["seen"]
 killed = [[label, n, in_child(f"{label}:{n}", (label, n))] for label in counts for n in range(1, counts[label] + 1)]
-print(json.dumps({"points": list(faults.POINTS), "killed": killed}))
+print(json.dumps({"points": list(failpoints.FAILPOINTS), "killed": killed}))
 """
 
 

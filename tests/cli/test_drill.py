@@ -52,7 +52,7 @@ def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path, words: list[str], 
 def test_a_kind_without_means_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from closeranks.lab.drills import drill
 
-    monkeypatch.setattr(drill, "lacking", lambda kinds: {"oom": "there is no memory control"})
+    monkeypatch.setattr(drill, "unavailable_kinds", lambda kinds: {"oom": "there is no memory control"})
     said = call("drill", write_job(tmp_path), "-n", 2, "--faults", "kill,oom", "--folder", tmp_path / "drill")
     assert said.code == 2
     assert "the fault oom is not possible here: there is no memory control. Leave it out of --faults." in said.err

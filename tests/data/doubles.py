@@ -91,7 +91,7 @@ class StoredSource(CountingSource):
     def where(self, index: int) -> str:
         return f"'shard-{index // 10}', byte {index}"
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         self.wanted.append(indices.tolist())
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ def test_damaged_arrays_are_bad_records(field: str) -> None:
     np.savez(buffer, x=np.arange(50))
     sound = saved(np.arange(50)) if field == "npy" else buffer.getvalue()
     for keep in (0, 5, 20, len(sound) // 2, len(sound) - 1):
-        with pytest.raises(BadRecordError, match=f"field '{field}' is no a"):
+        with pytest.raises(BadRecordError, match=f"field '{field}' is not a"):
             decode({field: sound[:keep]})
 
 
@@ -198,8 +198,8 @@ def test_fields_are_chosen_and_named() -> None:
     ("field", "data", "reason"),
     [
         ("cls", b"seven", "is not a number"),
-        ("json", b"{", "is no JSON: .* at character 1 of the record"),
-        ("json", b"[" * 100_000, "is no JSON"),
+        ("json", b"{", "is not JSON: .* at character 1 of the record"),
+        ("json", b"[" * 100_000, "is not JSON"),
         ("txt", b"ab\xff", r"is not UTF-8 \(byte 2\)"),
     ],
 )

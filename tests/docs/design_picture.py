@@ -39,21 +39,21 @@ VOTE_AFTER = "before_vote"
 COMPONENTS = {  # in the order of the list in run.build, then of those that a session adds
     "Model": "parameters and buffers",
     "RunningStatistics": "batch norm",
-    "Gradients": "reduction, error feedback",
+    "GradientSync": "reduction, error feedback",
     "OptimizerStep": "update, moments",
     "LossScaling": "loss scale of fp16",
     "LocalSgd": "local SGD and DiLoCo",
     "Ema": "moving average of weights",
-    "Supply": "data, cursor, bad records",
-    "NoiseGauge": "gradient noise scale",
-    "GradientAccuracy": "error of compression",
-    "Usage": "parameters without gradient",
-    "Saving": "checkpoints",
-    "Keeping": "copies in memory",
-    "Copies": "waits for both to land",
+    "Batches": "data, cursor, bad records",
+    "GradientNoiseScale": "gradient noise scale",
+    "GradientCompressionQuality": "error of compression",
+    "UnusedParameters": "parameters without gradient",
+    "SessionCheckpoints": "checkpoints",
+    "SessionSnapshots": "copies in memory",
+    "StateCapture": "waits for both to land",
 }
 
-_WIDTH, _HEIGHT = 11.0, 14.4
+_WIDTH, _HEIGHT = 11.0, 14.9
 _INK, _QUIET, _LINE, _PAPER = "#1f2933", "#66727f", "#c3cbd4", "#f6f8fa"
 _BLUE, _GREEN, _ORANGE, _PURPLE, _RED = "#2563a8", "#2f855a", "#c2611a", "#7c4d9e", "#c53030"
 _TINT = {_BLUE: "#e8f0f9", _GREEN: "#e6f4ec", _ORANGE: "#fdf0e4", _PURPLE: "#f2ebf7", _LINE: "#ffffff"}
@@ -168,6 +168,7 @@ def draw_floors(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
     sheet.heading(x, top, "Floors", "Imports point down, and never to a room on the same floor.")
     notes = {
         "cli": "one file per command",
+        "lab": "comparisons, fault drills",
         "run": "job, session, step, components",
         "capture": "a rank's state: listed, copied, digested once",
         "facts": "arithmetic on shapes",
@@ -196,7 +197,7 @@ def draw_floors(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
 
 def draw_processes(sheet: Sheet, x: float, top: float) -> None:
     sheet.heading(x, top, "Processes", "Workers are forked; what must outlive them belongs to the agent.")
-    for left, name in ((x, "lead host"), (x + 2.7, "every other host")):
+    for left, name in ((x, "leader's host"), (x + 2.7, "every other host")):
         _draw_host(sheet, left, top, name)
     sheet.arrow((x + 2.25, top - 1.06), (x + 2.85, top - 1.06), _INK, "<|-|>")
     sheet.text(x + 2.55, top - 1.22, "control", 8.6, _INK)
@@ -227,7 +228,7 @@ def _draw_host(sheet: Sheet, left: float, top: float, name: str) -> None:
 def draw_seam(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
     words = "A run is a list of components. The step calls each phase on those that override it, from top to bottom."
     sheet.heading(x, top, "Seam", words)
-    first, pitch, row_height = x + 3.6, 0.5, 0.27
+    first, pitch, row_height = x + 4.1, 0.47, 0.27
     vote = PHASES.index(VOTE_AFTER) + 1
     places = {name: first + pitch * (index + (0.75 if index >= vote else 0)) for index, name in enumerate(PHASES)}
     beside = {"evaluation": (EVALUATION, _GREEN), "has state": (STATE, _ORANGE)}
@@ -247,7 +248,7 @@ def draw_seam(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
         sheet.line([x, _WIDTH - 0.3], [y - 0.02, y - 0.02], "#e6eaef", zorder=0)
         middle_y = y + row_height / 2 - 0.02
         sheet.text(x, middle_y, name, 9.2, ha="left", family="monospace")
-        sheet.text(x + 1.5, middle_y, COMPONENTS[name], 8.8, _QUIET, ha="left")
+        sheet.text(x + 2.15, middle_y, COMPONENTS[name], 8.8, _QUIET, ha="left")
         for place, methods, color in marks.values():
             if methods & set(overridden):
                 sheet.dot(place, middle_y, color)
@@ -285,7 +286,7 @@ def draw(path: Path) -> None:
     facts, sheet = read_facts(), Sheet()
     draw_floors(sheet, facts, 0.3, _HEIGHT - 0.35)
     draw_processes(sheet, 5.6, _HEIGHT - 0.35)
-    draw_seam(sheet, facts, 0.3, _HEIGHT - 5.75)
+    draw_seam(sheet, facts, 0.3, _HEIGHT - 6.25)
     draw_state(sheet, 0.3, 2.95)
     sheet.save(path, described(facts))
 

@@ -29,17 +29,19 @@ def two_rounds() -> list[dict[str, Any]]:
     """Four ranks in two replicas, a round of two steps and one of one. In the first step replica 1 overflows; in the
     second rank 3 wants to drain."""
     rank = dist.get_rank()
-    groups = open_mesh_groups(RankGroup(rank, 4), Layout(data=4), torch.device("cpu"), 30.0, num_homes=2)
+    groups = open_mesh_groups(RankGroup(rank, 4), Layout(data=4), torch.device("cpu"), 30.0, num_replica_groups=2)
     home = groups.replica_group
     assert (home.number, home.world.size, home.across_groups.size) == (rank // 2, 2, 2)
-    vote = LocalSgdVote(home.world, groups.world, ("hits",), clip=0.0, num_homes=2, speaks=home.world.rank == 0)
+    vote = LocalSgdVote(
+        home.world, groups.world, ("hits",), clip=0.0, num_replica_groups=2, speaks=home.world.rank == 0
+    )
     told: list[dict[str, Any]] = []
     verdicts = []
-    for step, is_boundary in enumerate((False, True, True)):
+    for step, is_sync_step in enumerate((False, True, True)):
         loss = math.inf if step == 0 and rank == 3 else float(rank + 1)
         sums = (number(loss), number(1.0 + rank), number(float(rank)))
         ballot = Ballot(*sums, {"hits": number(10.0 * rank)}, frozenset({DRAIN} if step == 1 and rank == 3 else ()))
-        verdicts.append(vote.cast(ballot, torch.tensor(1.0), is_boundary=is_boundary))
+        verdicts.append(vote.cast(ballot, torch.tensor(1.0), is_sync_step=is_sync_step))
         told.append({"closed": [verdict.is_closed for verdict in verdicts], "factor": verdicts[-1].factor.item()})
     for verdict, one in zip(verdicts, told, strict=True):
         one["outcome"] = verdict.read()
@@ -70,14 +72,14 @@ def test_a_round_is_read_when_it_is_closed() -> None:
 def with_idle_replica() -> list[Any]:
     """Two replicas of one rank: the second has nothing to learn from in the first step, both in the second."""
     rank = dist.get_rank()
-    groups = open_mesh_groups(RankGroup(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_homes=2)
+    groups = open_mesh_groups(RankGroup(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_replica_groups=2)
     home = groups.replica_group
-    vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_homes=2, speaks=True)
+    vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_replica_groups=2, speaks=True)
     nothing = (number(0.0), number(0.0), number(0.0))
     something = (number(3.0), number(2.0), number(16.0))
     verdicts = [
-        vote.cast(Ballot(*(nothing if rank else something), {}, num_bad=rank), torch.tensor(1.0), is_boundary=False),
-        vote.cast(Ballot(*nothing, {}, num_bad=1), torch.tensor(1.0), is_boundary=True),
+        vote.cast(Ballot(*(nothing if rank else something), {}, num_bad=rank), torch.tensor(1.0), is_sync_step=False),
+        vote.cast(Ballot(*nothing, {}, num_bad=1), torch.tensor(1.0), is_sync_step=True),
     ]
     return [(verdict.taken.item(), verdict.read()) for verdict in verdicts]
 

@@ -70,12 +70,12 @@ def by_stages(chain: PipelineSpec, module: nn.Module, cuts: list[range]) -> Loss
 
 def test_units_and_costs_are_known_once_it_is_built() -> None:
     spec = UserSpec("mine", Net, loss=loss, stages=STAGES)
-    assert spec.chain is not None
-    assert spec.chain.units == ()
+    assert spec.pipeline_spec is not None
+    assert spec.pipeline_spec.units == ()
     spec.build()
-    assert spec.chain.units == ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
-    assert spec.chain.costs == (32.0, 72.0, 72.0, 72.0, 9.0)
-    assert UserSpec("mine", Net, loss=loss).chain is None
+    assert spec.pipeline_spec.units == ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
+    assert spec.pipeline_spec.costs == (32.0, 72.0, 72.0, 72.0, 9.0)
+    assert UserSpec("mine", Net, loss=loss).pipeline_spec is None
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_units_and_costs_are_known_once_it_is_built() -> None:
 )
 def test_any_cut_gives_the_numbers_of_one_process(cuts: list[range]) -> None:
     spec, module = made()
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     torch.manual_seed(9)
     whole = spec.loss(module, batch())
     whole.total.backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
-    cut = by_stages(spec.chain, module, cuts)
+    cut = by_stages(spec.pipeline_spec, module, cuts)
     cut.total.backward()
     assert torch.equal(cut.total, whole.total)
     assert cut.weight == whole.weight == 5
@@ -186,15 +186,15 @@ def with_batch(module: Any, batch: dict[str, Tensor]) -> Tensor:
 def test_a_loss_that_does_not_fit_is_refused_on_every_stage(function: Callable[..., Any], words: str) -> None:
     spec, module = made(function=function)
     spec.metrics = ()
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     output = torch.zeros(5, 1, requires_grad=True)
     with pytest.raises(ModelError, match=words):
         spec.loss(module, batch())
     with pytest.raises(ModelError, match=words):
-        spec.chain.loss_from_output(module, output, batch())
+        spec.pipeline_spec.loss_from_output(module, output, batch())
     if function is not twice:  # caught at its first call, it cannot be seen to make a second
         with pytest.raises(ModelError, match=words):
-            spec.chain.first_input(module, batch())
+            spec.pipeline_spec.first_input(module, batch())
 
 
 def penalty(module: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -220,12 +220,12 @@ def of_some_units(module: Any, batch: dict[str, Tensor]) -> Tensor:
 def test_a_loss_that_reads_what_a_stage_does_not_hold_is_refused(function: Callable[..., Any], name: str) -> None:
     spec, module = made(function=function)
     spec.metrics = ()
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     whole = spec.loss(module, batch())
     assert whole.total.requires_grad
     module.embed = module.blocks[0] = None  # type: ignore[assignment, index]  # as a last stage stands there
     with pytest.raises(ModelError, match=f"the loss mine read '{name}' of the module, of which") as told:
-        spec.chain.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
+        spec.pipeline_spec.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
     assert "optim.weight_decay, or use pipeline=1" in str(told.value)
 
 
@@ -235,9 +235,9 @@ def test_a_loss_may_read_a_unit_that_its_stage_holds() -> None:
 
     spec, module = made(function=of_the_head)
     spec.metrics = ()
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     module.embed = None  # type: ignore[assignment]  # as a last stage stands there
-    loss = spec.chain.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
+    loss = spec.pipeline_spec.loss_from_output(module, torch.zeros(5, 1, requires_grad=True), batch())
     assert torch.equal(loss.total, 5 * module.head.weight.square().sum() * 0.5)
 
 
@@ -249,22 +249,22 @@ def test_an_except_of_the_users_does_not_stop_the_first_stage() -> None:
             raise AssertionError from error
 
     spec, module = made(function=careful)
-    assert spec.chain is not None
-    assert torch.equal(spec.chain.first_input(module, batch()), 2 * batch()["x"])
+    assert spec.pipeline_spec is not None
+    assert torch.equal(spec.pipeline_spec.first_input(module, batch()), 2 * batch()["x"])
 
 
 def test_a_unit_that_returns_no_tensor_is_named() -> None:
     spec, module = made(factory=Paired)
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     with pytest.raises(ModelError, match="the stage 'embed' returned a tuple, but stages pass on one tensor"):
-        spec.chain.run_unit(module, 0, batch()["x"])
+        spec.pipeline_spec.run_unit(module, 0, batch()["x"])
 
 
 def test_a_mistake_in_the_loss_is_blamed_as_ever() -> None:
     spec, module = made()
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     with pytest.raises(ModelError, match="the loss mine raised KeyError: 'x'"):
-        spec.chain.first_input(module, {"y": torch.zeros(2)})
+        spec.pipeline_spec.first_input(module, {"y": torch.zeros(2)})
 
 
 def test_stages_need_a_loss_apart_from_the_module() -> None:
@@ -306,4 +306,4 @@ def test_entries_become_rules_and_crossings() -> None:
         ShardingRule("head.weight", 0),
         ShardingRule("blocks.*.norm.*", None, sequence=True),
     )
-    assert spec.crossings == (ActivationCollectives("head", on_input="copy", on_output="whole"),)
+    assert spec.activation_collectives == (ActivationCollectives("head", on_input="copy", on_output="whole"),)

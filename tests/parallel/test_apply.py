@@ -59,13 +59,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module_under_test, name, noted)
 
     for name in (
-        "build",
-        "split",
-        "synchronise",
+        "build_module",
+        "shard_module",
+        "convert_sync_batch_norm",
         "recompute",
         "recompute_compiled",
-        "empty",
-        "fill",
+        "to_empty",
+        "init_targets",
         "BatchStatistics",
     ):
         note(name)
@@ -80,9 +80,12 @@ def test_built_cut_replaced_wrapped_compiled_then_filled(calls: list[str]) -> No
         result = applied(DIGITS, group=RankGroup(0, 2), batch_norm="sync", compiled=True)
     finally:
         DIGITS.compile_units = ()
-    assert calls[:3] == ["build", "split", "synchronise"]
+    assert calls[:3] == ["build_module", "shard_module", "convert_sync_batch_norm"]
     assert (
-        calls.index("synchronise") < calls.index("recompute") < calls.index("compile ConvBlock") < calls.index("fill")
+        calls.index("convert_sync_batch_norm")
+        < calls.index("recompute")
+        < calls.index("compile ConvBlock")
+        < calls.index("init_targets")
     )
     assert type(result.module.stem.norm).__name__ == "SyncBatchNorm"
 
@@ -92,18 +95,18 @@ def test_each_unit_of_the_spec_is_compiled_and_nothing_else(calls: list[str]) ->
     assert len([call for call in calls if call.startswith("compile")]) == len(LLAMA.compile_units) > 0
     calls.clear()
     applied(LLAMA)
-    assert calls == ["build", "split", "recompute", "empty", "fill", "BatchStatistics"]
+    assert calls == ["build_module", "shard_module", "recompute", "to_empty", "init_targets", "BatchStatistics"]
 
 
 def test_full_recompute_goes_around_what_is_compiled(calls: list[str]) -> None:
     applied(LLAMA, compiled=True, recompute="full")
     assert "recompute" not in calls
-    assert calls.index("compile Block") < calls.index("recompute_compiled") < calls.index("empty")
+    assert calls.index("compile Block") < calls.index("recompute_compiled") < calls.index("to_empty")
 
 
 def test_one_rank_has_nobody_to_synchronise_with(calls: list[str]) -> None:
     applied(DIGITS, batch_norm="sync")
-    assert "synchronise" not in calls
+    assert "convert_sync_batch_norm" not in calls
 
 
 def weights(result: DistributedModel) -> dict[str, Tensor]:

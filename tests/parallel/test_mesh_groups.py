@@ -83,13 +83,13 @@ def test_closing_gives_back_every_group_but_the_worlds() -> None:
         assert during > before == after == 1
 
 
-def homes(text: str, num_homes: int) -> dict[str, list[int]]:
+def homes(text: str, num_replica_groups: int) -> dict[str, list[int]]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
-    groups = open_mesh_groups(group, Layout.parse(text), CPU, TIMEOUT_S, num_homes)
+    groups = open_mesh_groups(group, Layout.parse(text), CPU, TIMEOUT_S, num_replica_groups)
     home = groups.replica_group
     found = {
         name: dist.get_process_group_ranks(one.process_group) if one.size > 1 else [group.rank]
-        for name in ("world", "data", "replica", "across")
+        for name in ("world", "data", "replica", "across_groups")
         if (one := getattr(home, name))
     }
     if groups.device_mesh is not None:
@@ -99,29 +99,29 @@ def homes(text: str, num_homes: int) -> dict[str, list[int]]:
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("text", "num_homes", "of_last"),
+    ("text", "num_replica_groups", "of_last"),
     [
-        ("data=4", 4, {"world": [3], "data": [3], "replica": [3], "across": [0, 1, 2, 3], "number": [3]}),
+        ("data=4", 4, {"world": [3], "data": [3], "replica": [3], "across_groups": [0, 1, 2, 3], "number": [3]}),
         pytest.param(
             "data=4",
             2,
-            {"world": [2, 3], "data": [2, 3], "replica": [2, 3], "across": [1, 3], "number": [1]},
+            {"world": [2, 3], "data": [2, 3], "replica": [2, 3], "across_groups": [1, 3], "number": [1]},
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "data=4 zero=3 shard=2",
             2,
-            {"world": [2, 3], "data": [2, 3], "replica": [3], "across": [1, 3], "number": [1], "mesh": [2, 3]},
+            {"world": [2, 3], "data": [2, 3], "replica": [3], "across_groups": [1, 3], "number": [1], "mesh": [2, 3]},
             marks=pytest.mark.slow,
         ),
         (
             "data=2 pipeline=2",  # the pipeline axis is slowest: stage 0 of both replicas, then stage 1
             2,
-            {"world": [1, 3], "data": [3], "replica": [3], "across": [2, 3], "number": [1], "mesh": [3]},
+            {"world": [1, 3], "data": [3], "replica": [3], "across_groups": [2, 3], "number": [1], "mesh": [3]},
         ),
     ],
 )
 def test_replicas_that_train_apart_have_groups_of_their_own(
-    text: str, num_homes: int, of_last: dict[str, list[int]]
+    text: str, num_replica_groups: int, of_last: dict[str, list[int]]
 ) -> None:
-    assert run_world(homes, 4, text, num_homes)[3] == of_last
+    assert run_world(homes, 4, text, num_replica_groups)[3] == of_last

@@ -50,19 +50,19 @@ class ToyChain:
         self.costs = (1.0, *(3.0 for _ in range(depth)), 1.5)
         self.seed = 0
 
-    def enter(self, module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def first_input(self, module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         tokens: Tensor = batch["tokens"]
         return tokens
 
-    def beside(self, module: nn.Module, batch: Mapping[str, Any]) -> None:
+    def shared_inputs(self, module: nn.Module, batch: Mapping[str, Any]) -> None:
         return None
 
-    def call(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
+    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
         torch.default_generator.manual_seed(derive_seed(self.seed, "unit", number))
         output: Tensor = module.get_submodule(self.units[number])(hidden)
         return output
 
-    def leave(self, module: nn.Module, output: Tensor, batch: Mapping[str, Any]) -> Loss:
+    def loss_from_output(self, module: nn.Module, output: Tensor, batch: Mapping[str, Any]) -> Loss:
         targets = batch["targets"]
         total = F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
         return Loss(total, float(targets.numel()))
@@ -104,14 +104,14 @@ class ToyWork:
     def before_forward(self, stage: int, micro: int) -> None:
         self.chain.seed = derive_seed("toy", micro)
 
-    def enter(self, module: nn.Module, micro: int) -> Tensor:
-        return self.chain.enter(module, self.batches[micro])
+    def first_input(self, module: nn.Module, micro: int) -> Tensor:
+        return self.chain.first_input(module, self.batches[micro])
 
-    def beside(self, module: nn.Module, micro: int) -> None:
+    def shared_inputs(self, module: nn.Module, micro: int) -> None:
         return None
 
-    def leave(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
-        loss = self.chain.leave(module, output, self.batches[micro])
+    def loss_from_output(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
+        loss = self.chain.loss_from_output(module, output, self.batches[micro])
         self.losses[micro] = loss.total.item()
         return loss.total
 
@@ -136,8 +136,8 @@ def run_alone(module: nn.Module, chain: ToyChain, given: Sequence[Mapping[str, T
     work = ToyWork(chain, given)
     for micro in range(work.num_micro):
         work.before_forward(0, micro)
-        hidden = work.enter(module, micro)
+        hidden = work.first_input(module, micro)
         for number in range(len(chain.units)):
-            hidden = chain.call(module, number, hidden)
-        work.leave(module, micro, hidden).backward()
+            hidden = chain.run_unit(module, number, hidden)
+        work.loss_from_output(module, micro, hidden).backward()
     return work.losses

@@ -93,7 +93,7 @@ from closeranks.plan.layouts import LayoutCostModel, candidate_layouts, filter_l
 sizes = ["model.preset=405b", "train.global_batch=2048", "train.micro_batch=1", "data.seq_len=8192"]
 subject = describe_job(load_job(Path({str(TINY)!r}), sizes).value)
 costing = LayoutCostModel(subject)
-costs = [costing.of(layout) for layout in filter_legal(candidate_layouts(1024), subject.constraints).legal]
+costs = [costing.cost(layout) for layout in filter_legal(candidate_layouts(1024), subject.constraints).legal]
 assert len(costs) > 100
 assert not {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
 print(time.process_time())

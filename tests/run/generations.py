@@ -91,7 +91,7 @@ class Asking(StandaloneClient):
         at = {DRAIN: self._case.drain_at, REGROUP: self._case.regroup_at}
         return frozenset(request for request, step in at.items() if step == self._num_polls)
 
-    def kept(self, step: int) -> None:
+    def note_snapshot(self, step: int) -> None:
         self.kept_steps.append(step)
 
 

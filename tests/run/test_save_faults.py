@@ -210,7 +210,7 @@ def test_a_disk_that_is_full_for_one_rank_alone(tmp_path: Path, full: str, word:
 def spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only other place for a state."""
     (tmp_path / "spare").mkdir()
-    monkeypatch.setattr(fallback_folders, "bases", lambda: (str(tmp_path / "spare"),))
+    monkeypatch.setattr(fallback_folders, "fallback_roots", lambda: (str(tmp_path / "spare"),))
     return tmp_path / "spare"
 
 
@@ -237,7 +237,7 @@ def test_the_last_state_of_a_run_is_saved_elsewhere_and_said_where(tmp_path: Pat
 @pytest.mark.usefixtures("alone")
 def test_where_no_place_has_room_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tmpfs(tmp_path / "disk", "8m") as place, tmpfs(tmp_path / "small", "4k") as small:
-        monkeypatch.setattr(fallback_folders, "bases", lambda: (str(small),))
+        monkeypatch.setattr(fallback_folders, "fallback_roots", lambda: (str(small),))
         acts: Acts = {2: lambda: command("mount", "-o", "remount,ro", place)}
         with pytest.raises(SetupError, match="the previous checkpoint is still valid"):
             train(tmp_path / "run", hooks=[At(acts)], checkpoint={"every": 0, "folder": str(place / "saved")})

@@ -31,13 +31,13 @@ class LocalSgdVerdict(Verdict):
         self.row = torch.cat([sums, _of_idle(sums, settled)])
         self._told: Verdict | None = None
 
-    def close_round(self, row: Tensor, num_homes: int) -> None:
+    def close_round(self, row: Tensor, num_replica_groups: int) -> None:
         """``row``: summed over the replicas. A step counts as taken if every replica with usable samples took it; its
         gradient norm is the mean over those replicas, its loss scale the mean over all."""
         sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
         taken, factor, norm, loss_scale = settled
-        is_taken = (taken >= num_homes) & (num_busy > 0)
-        told = [is_taken.to(row.dtype), factor / num_homes, norm / num_busy, loss_scale / num_homes]
+        is_taken = (taken >= num_replica_groups) & (num_busy > 0)
+        told = [is_taken.to(row.dtype), factor / num_replica_groups, norm / num_busy, loss_scale / num_replica_groups]
         self.is_closed = True
         self._told = Verdict(sums, torch.stack(told), self._names, self._sizes)
 
@@ -65,18 +65,18 @@ class LocalSgdVote(Vote):
         metrics: Sequence[str],
         *,
         clip: float,
-        num_homes: int,
+        num_replica_groups: int,
         speaks: bool,
     ) -> None:
         super().__init__(home, metrics, clip=clip)
-        self._world, self._num_homes, self._speaks = world, num_homes, speaks
+        self._world, self._num_replica_groups, self._speaks = world, num_replica_groups, speaks
         self._round: list[LocalSgdVerdict] = []
 
-    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_sync_step: bool = True) -> Verdict:
         sums, settled = self._settled(ballot, loss_scale)
         verdict = LocalSgdVerdict(sums, settled, self._metrics, sizes_of(ballot))
         self._round.append(verdict)
-        if is_boundary:
+        if is_sync_step:
             self._close()
         return verdict
 
@@ -86,4 +86,4 @@ class LocalSgdVote(Vote):
         rows = torch.stack([verdict.row for verdict in closing])
         told = self._world.sum(rows if self._speaks else torch.zeros_like(rows))
         for verdict, row in zip(closing, told, strict=True):
-            verdict.close_round(row, self._num_homes)
+            verdict.close_round(row, self._num_replica_groups)

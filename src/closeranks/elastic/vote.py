@@ -120,7 +120,7 @@ class Vote:
         self._metrics = tuple(metrics)
         self._clip = clip
 
-    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_boundary: bool = True) -> Verdict:
+    def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_sync_step: bool = True) -> Verdict:
         """Every rank calls this once per step; the only collective besides those of the gradients.
 
         ``is_sync_step`` matters under Local SGD and DiLoCo: whether all replicas synchronize after this step."""

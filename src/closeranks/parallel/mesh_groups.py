@@ -113,10 +113,10 @@ class MeshGroups:
 
 
 def open_mesh_groups(
-    world: RankGroup, layout: Layout, device: torch.device, timeout_s: float, num_homes: int = 1
+    world: RankGroup, layout: Layout, device: torch.device, timeout_s: float, num_replica_groups: int = 1
 ) -> MeshGroups:
     """``num_replica_groups``: number of replica groups (local SGD)."""
-    mesh, maker = Mesh(layout, num_homes), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
+    mesh, maker = Mesh(layout, num_replica_groups), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
         home = _home_of_replicas(maker, mesh, world)
         return MeshGroups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker, home)

@@ -166,7 +166,7 @@ def test_the_last_words_of_a_killed_process_can_be_read() -> None:
     fd = create_progress_fd()
     code = (
         "import os, sys; from closeranks.agent.detection.progress import SharedProgress;"
-        "ProgressWord(int(sys.argv[1])).write(41, 5); os.kill(os.getpid(), 9)"
+        "SharedProgress(int(sys.argv[1])).write(41, 5); os.kill(os.getpid(), 9)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=(fd,))
     assert process.wait() == -signal.SIGKILL

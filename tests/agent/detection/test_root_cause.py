@@ -294,9 +294,9 @@ def test_a_hang_goes_between_the_dead_and_those_that_spoke() -> None:
 
 
 def test_one_that_spoke_or_died_after_all_is_judged_by_that() -> None:
-    assert find_root_cause([raised(0, 1.0, still="hang")]).kind == "exception"
-    assert find_root_cause([killed(0, 1.0, still="hang")]).kind == "killed"
+    assert find_root_cause([raised(0, 1.0, hang_kind="hang")]).kind == "exception"
+    assert find_root_cause([killed(0, 1.0, hang_kind="hang")]).kind == "killed"
     assert (
-        find_root_cause([raised(0, 1.0, "Connection closed by peer", echo=True, still="hang", died_at=None)]).kind
+        find_root_cause([raised(0, 1.0, "Connection closed by peer", echo=True, hang_kind="hang", died_at=None)]).kind
         == "hang"
     )

@@ -25,7 +25,7 @@ def boxes() -> Iterator[SnapshotMemory]:
 def spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only other place."""
     (tmp_path / "spare").mkdir()
-    monkeypatch.setattr(fallback_folders, "bases", lambda: ("/nowhere", str(tmp_path / "spare")))
+    monkeypatch.setattr(fallback_folders, "fallback_roots", lambda: ("/nowhere", str(tmp_path / "spare")))
     return tmp_path / "spare"
 
 

@@ -47,8 +47,8 @@ class LeasesFromReceipt(Follower):
 class JoinsWithLiveWorkers(Follower):
     def _cut(self, why: str, now: float) -> Any:
         effects = super()._cut(why, now)
-        if self.work == FollowerState.KILLING:
-            self.work = FollowerState.IDLE
+        if self.state == FollowerState.KILLING:
+            self.state = FollowerState.IDLE
         return effects
 
 
@@ -107,7 +107,7 @@ class LeadsForEver(Leader):
 
 
 class HoldsFromReceipt(Candidate):
-    def answer(self, number: int, holding: LeaseRecord, now: float) -> Any:
+    def on_answer(self, number: int, holding: LeaseRecord, now: float) -> Any:
         if self._pending is not None and self._pending.number == number:
             self._asked_at = now
         return super().on_answer(number, holding, now)
@@ -125,7 +125,7 @@ class TakesUpOldTerms(Candidate):
 class TakesWithoutLooking(EmbeddedRegister):
     """Sets without comparing."""
 
-    def take(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
+    def acquire(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
         self._held, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
         return self._held
 

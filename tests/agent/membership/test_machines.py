@@ -245,7 +245,7 @@ def test_joining_is_tried_again_ever_more_patiently_until_it_gives_up() -> None:
     sessions, now = [], 0.0
     while not follower.is_over:
         effects = follower.tick(now)
-        sessions += [(now, effect.letter.session) for effect in of(SendMessage, effects)]
+        sessions += [(now, effect.envelope.session) for effect in of(SendMessage, effects)]
         now = follower.deadline(now) or now
     assert sessions == [(0.0, 1), (0.5, 2), (1.5, 3), (3.5, 4), (7.5, 5), (15.5, 6)]
     assert effects == [ParticipationEnded("no leader was found within 20 s", is_lost=True)]
@@ -273,7 +273,7 @@ def test_a_newer_lead_ends_the_old_ones_generation() -> None:
     talk.hear(BeginGeneration(1, 0, (2,)), 0.2)
     assert of(KillWorkers, talk.hear(Welcome(0.25, 3.0), 0.5, term=3)) != []
     talk.follower.on_fenced({}, 0.6)
-    assert [(s.letter.term, s.letter.body) for s in of(SendMessage, talk.follower.tick(0.6))] == [(3, Join(2, 1))]
+    assert [(s.envelope.term, s.envelope.body) for s in of(SendMessage, talk.follower.tick(0.6))] == [(3, Join(2, 1))]
 
 
 def test_who_leaves_does_not_come_back() -> None:

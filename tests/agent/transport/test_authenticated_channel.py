@@ -305,7 +305,7 @@ def test_sizes_are_kept_on_both_sides() -> None:
         client.queue({"text": "x" * (MOST - 10)})
     client._max_bytes = 1 << 30
     client.queue({"text": "x" * MOST})
-    with pytest.raises(ChannelError, match=f"at most {MOST} are taken"):
+    with pytest.raises(ChannelError, match=f"at most {MOST} are accepted"):
         list(server.feed(take(client)[:20]))
 
 

@@ -60,7 +60,7 @@ def test_a_large_message_does_not_block_and_arrives(stage: Stage) -> None:
     _, lead, client, _ = joined(stage)
     text = "x" * ((16 << 20) - 11)
     assert client.send({"text": text})  # type: ignore[attr-defined]
-    assert len(client.peer._talk.outbox) > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
+    assert len(client.connection._talk.outbox) > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
     stage.until(lambda: lead.messages)
     assert lead.fields == [{"text": text}]
 

@@ -63,7 +63,7 @@ def standing(host: Host, warm: str = "learn") -> Iterator[tuple[LaunchPlan, Zygo
     survival = RecoverySettings(
         FaultLimits(), lambda _: None, lambda _: "", warm_up=f"warm_entries:{warm}" if warm else ""
     )
-    plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, survival=survival)
+    plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, recovery_settings=survival)
     with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
         turn_until(loop, lambda: nursery.is_ready)
         yield plan, nursery, loop, listener

@@ -97,7 +97,7 @@ def forged(tmp_path: Path, manifest: CheckpointManifest, **fields: object) -> li
 def test_each_digest_is_compared(tmp_path: Path, base: CheckpointManifest) -> None:
     (only,) = forged(tmp_path, base, blake3="0" * 64)
     assert only.what.endswith("match their CRC32C but not their BLAKE3")
-    (only,) = forged(tmp_path, base, share=base.entries[0].digest_term ^ 1)
+    (only,) = forged(tmp_path, base, digest_term=base.entries[0].digest_term ^ 1)
     assert only.what.endswith("do not match their layout-independent digest")
     assert only.tensor == "model/embed.weight"
 

@@ -153,7 +153,7 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.words: list[tuple[str, int, str]] = []
         self.threads: list[str] = []
-        monkeypatch.setattr(save_tiers, "tell_failure", self._tell, raising=False)
+        monkeypatch.setattr(save_tiers, "publish_failure", self._tell, raising=False)
 
     def _tell(self, order: SaveTask, settings: SaveSettings, why: str) -> None:
         self.words.append((order.save, order.rank, why))
@@ -201,7 +201,7 @@ def test_training_does_not_wait_for_word_to_a_place_that_is_stuck(
     saver: TakingSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(save_tiers, "tell_failure", lambda order, settings, why: gate.wait(), raising=False)
+    monkeypatch.setattr(save_tiers, "publish_failure", lambda order, settings, why: gate.wait(), raising=False)
     saver.take(1, [StateTensor("model", "w", Piece.whole("w", (4,)), torch.zeros(3))], {})
     saver.take(2, items(torch.zeros(3)), {})
     saver.land()

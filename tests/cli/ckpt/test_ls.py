@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.run.state.checkpoint_lookup import align_columns
+from closeranks.telemetry.terminal_table import align_columns
 from tests.checkpoint import making
 from tests.checkpoint.making import Whole, a_state, filled
 from tests.cli.ckpt.calling import ckpt

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-PASSES = "from closeranks.core.system.failpoints import failpoint\npoint('first')\npoint('second')\nprint('alive')"
+PASSES = (
+    "from closeranks.core.system.failpoints import failpoint\nfailpoint('first')\nfailpoint('second')\nprint('alive')"
+)
 
 
 def _pass(**environ: str) -> int:

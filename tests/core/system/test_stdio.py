@@ -110,7 +110,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up_for_long(kind: str) -> None
 def test_closed_standard_descriptors_are_opened_before_files_take_their_place() -> None:
     script = (
         "from closeranks.core.system.stdio import ignore_broken_pipes\n"
-        "outlast_readers()\n"
+        "ignore_broken_pipes()\n"
         "import os, sys\n"
         "file = open(sys.argv[1], 'w')\n"
         "assert file.fileno() > 2, file.fileno()\n"

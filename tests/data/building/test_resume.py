@@ -196,7 +196,7 @@ def test_ctrl_c_before_anything_is_built_is_one_line(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "blueprint_of", interrupted)
+    monkeypatch.setattr(build, "make_build_spec", interrupted)
     said = data("build", *inputs, "--out", tmp_path / "out")
     assert (said.code, said.out) == (130, "")
     assert said.err == "closeranks: interrupted before anything was built. Run the same command again.\n"

@@ -363,7 +363,7 @@ def test_a_claim_goes_with_its_process_though_nobody_closed_the_cache(tmp_path: 
         "import sys; from pathlib import Path; from closeranks.data.files.cache import FileCache;"
         "from closeranks.data.files.cache_write import RemoteFileVersion;"
         "cache = FileCache(Path(sys.argv[1]), 1 << 20);"
-        "cache.hold(RemoteFileVersion('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
+        "cache.acquire(RemoteFileVersion('s3://far/a', 5, '1', ''), lambda: (piece for piece in [b'hello'])).release();"
         "print(len(list(Path(sys.argv[1]).glob('claim-*'))))"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)

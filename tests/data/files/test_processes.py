@@ -37,8 +37,8 @@ digests = []
 for _ in range(int(num_rounds)):
     dice.shuffle(names)
     for at, name in enumerate(names):
-        files.want(names[at : at + 4])
-        with files.hold(name) as path:
+        files.prefetch(names[at : at + 4])
+        with files.local_path(name) as path:
             digests.append([name, hashlib.sha256(path.read_bytes()).hexdigest()])
 files.close()
 print(json.dumps(digests))

@@ -192,7 +192,7 @@ def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypat
             had_no_room.set()
         return outcome
 
-    monkeypatch.setattr(FileCache, "fetch_ahead", spied)
+    monkeypatch.setattr(FileCache, "prefetch", spied)
     monkeypatch.setattr("closeranks.data.files.prefetch._LOOK_S", 100.0)
     fsspec.filesystem("memory").pipe({f"/{prefix}/{name}": bytes(100) for name in "ab"})
     files = open_files(f"memory://{prefix}", cache=str(tmp_path / "cache"), cache_bytes=150)

@@ -35,7 +35,7 @@ class FolderFiles:
         return sorted(found, key=lambda info: info.name)
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Path]:
+    def local_path(self, name: str) -> Iterator[Path]:
         path = self.root / name
         if not path.is_file():
             raise DataError(f"'{path}' is missing")
@@ -46,10 +46,10 @@ class FolderFiles:
             self.num_held -= 1
 
     def read(self, name: str) -> bytes:
-        with self.hold(name) as path:
+        with self.local_path(name) as path:
             return path.read_bytes()
 
-    def want(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         self.wanted = [*names]
 
     def discard(self, name: str) -> None:

@@ -35,7 +35,7 @@ class FarFiles(LocalFiles):
         self.holds = 0
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Path]:
+    def local_path(self, name: str) -> Iterator[Path]:
         with super().local_path(name) as path:
             self.held.append(name)
             self.holds += 1

@@ -38,7 +38,7 @@ with writer:
     for number in range(writer.cursor or 0, 40):
         values = np.random.default_rng(number).integers(0, 999, 60_000 + number).astype(np.uint16)
         writer.append(values if tokens else {"x": values, "n": number, "s": "s" * number}, cursor=number + 1)
-    writer.finish_alone(DatasetInfo(1000 if tokens else 0, provenance={"numbers": 40}))
+    writer.finish_and_commit(DatasetInfo(1000 if tokens else 0, provenance={"numbers": 40}))
 """
 
 LABELS = [

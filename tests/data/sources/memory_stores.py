@@ -95,13 +95,13 @@ class MemoryFiles:
         return ()
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[Path]:
+    def local_path(self, name: str) -> Iterator[Path]:
         yield Path(self.url, name)
 
     def read(self, name: str) -> bytes:
         return b""
 
-    def want(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         self.wanted.append([*names])
 
     def discard(self, name: str) -> None:

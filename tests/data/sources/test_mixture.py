@@ -46,7 +46,7 @@ class Numbered:
     def where(self, index: int) -> str:
         return f"'file', row {index}" if self._part else ""
 
-    def want(self, indices: Ints) -> None:
+    def prefetch(self, indices: Ints) -> None:
         self.wanted.append(indices.tolist())
 
     def close(self) -> None:

@@ -98,15 +98,15 @@ class Seen:
 class Shown:
     """What the agent shows, changed by the test instead of by a run."""
 
-    seen: list[Seen]
+    local_workers: list[Seen]
     now: float = 0.0
     state: str = "running"
     generation: int = 0
-    boxes: Sequence[Sequence[str]] = ()
+    snapshot_paths: Sequence[Sequence[str]] = ()
     zygote: int | None = None
 
     def at(self, step: int) -> Shown:
-        for one in self.seen:
+        for one in self.local_workers:
             one.progress.step = step
         self.now += 1.0
         return self

@@ -51,7 +51,7 @@ with Injector([InjectedFault("diskfull", 2, steps=2)], folder) as injector:
             (folder / "new-1").unlink()  # whoever makes room finds it taken by the next turn
             injector(shown)
         print(attempt(f"new-{step}"), len((folder / "latest" / "data").read_bytes()))
-print(len(injector.strikes))
+print(len(injector.injections))
 """
 
 

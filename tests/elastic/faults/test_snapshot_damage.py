@@ -124,7 +124,7 @@ def copying(box: list[str], num_bytes: int = NUM_BYTES) -> Iterator[subprocess.P
 @pytest.mark.world
 def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) -> None:
     with copying(box) as process, Injector([InjectedFault("torn", 1, 0)]) as injector:
-        shown = Shown([Seen(0, process.pid)], boxes=[box])
+        shown = Shown([Seen(0, process.pid)], snapshot_paths=[box])
 
         def has_struck() -> bool:
             shown.now = time.monotonic()
@@ -141,7 +141,7 @@ def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) ->
 @pytest.mark.world
 def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
     with copying(box, 1 << 16) as process, Injector([InjectedFault("bitflip", 1, 0)]) as injector:
-        injector(Shown([Seen(0, process.pid)], boxes=[box]))
+        injector(Shown([Seen(0, process.pid)], snapshot_paths=[box]))
         assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect_slot(path).reason]
     newest = max(sound, key=lambda path: SealedSlot(path).about.step)

@@ -52,10 +52,10 @@ def test_a_kill_waits_for_its_step_and_strikes_once(tmp_path: Path) -> None:
 def test_two_die_at_once_or_none_does(tmp_path: Path) -> None:
     with tree(3, "wait", tmp_path) as crew, Injector([InjectedFault("kill2", 1, 0, 2)]) as injector:
         shown = crew.shown()
-        whole, shown.seen = shown.seen, shown.seen[:2]
+        whole, shown.local_workers = shown.local_workers, shown.local_workers[:2]
         injector(shown)
         assert not injector.injections
-        shown.seen = whole
+        shown.local_workers = whole
         injector(shown)
         assert {crew.next_end() for _ in range(2)} == {(0, -signal.SIGKILL), (2, -signal.SIGKILL)}
 
@@ -83,7 +83,7 @@ def test_a_stranger_is_never_struck(tmp_path: Path) -> None:
         TargetProcess(os.getppid())
     with tree(1, "wait", tmp_path) as crew, Injector([InjectedFault("kill", 1, 0)]) as injector:
         shown = crew.shown()
-        shown.seen[0].pid = os.getppid()
+        shown.local_workers[0].pid = os.getppid()
         injector(shown)
         assert injector.missed == (InjectedFault("kill", 1, 0),)
         assert not injector.injections
@@ -223,7 +223,7 @@ def test_what_a_killed_process_of_ours_left_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_fault_without_means_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inject, "lacking", lambda kinds: {"oom": "there is no memory control"})
+    monkeypatch.setattr(inject, "unavailable_kinds", lambda kinds: {"oom": "there is no memory control"})
     with pytest.raises(SetupError, match="the fault oom is not possible here: there is no memory control"):
         Injector([InjectedFault("oom", 1, 0)])
 
@@ -238,10 +238,10 @@ def test_nobody_is_struck_while_ranks_are_closed_or_the_run_ends(tmp_path: Path)
             injector(shown)
         shown.state = "running"
         for phase in (Phase.START, Phase.END):
-            shown.seen[0].progress.phase = phase
+            shown.local_workers[0].progress.phase = phase
             injector(shown)
         assert not injector.injections
-        shown.seen[0].progress.phase = Phase.COMPUTE
+        shown.local_workers[0].progress.phase = Phase.COMPUTE
         injector(shown)
         assert crew.next_end() == (0, -signal.SIGKILL)
 

@@ -29,9 +29,9 @@ def test_units_and_rules_are_those_of_the_module() -> None:
     """The same cut and the same split, said once without torch and once beside the module."""
     spec = LlamaSpec(LlamaConfig(preset="tiny"), seq_len=32)
     found = llama_structure(spec.shape, 32)
-    assert spec.chain is not None
-    assert tuple(unit.name for unit in found.units) == spec.chain.units
-    assert tuple(unit.cost for unit in found.units) == spec.chain.costs
+    assert spec.pipeline_spec is not None
+    assert tuple(unit.name for unit in found.units) == spec.pipeline_spec.units
+    assert tuple(unit.cost for unit in found.units) == spec.pipeline_spec.costs
     assert tuple(unit.name for unit in found.units if unit.is_block) == spec.blocks
     assert tuple((rule.pattern, rule.dim, rule.sequence) for rule in spec.sharding_rules) == SHARDING
     with torch.device("meta"):

@@ -89,7 +89,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 def test_nothing_is_left_of_one_who_is_killed() -> None:
     program = (
         "from closeranks.lab.compare.namespaces import *\n"
-        "with Hosts(Network(hosts=2, mbit=10.0, delay_ms=1.0)) as hosts:\n"
+        "with NamespaceHosts(NetworkConfig(hosts=2, mbit=10.0, delay_ms=1.0)) as hosts:\n"
         "    print(*(host.init_pid for host in hosts.hosts), flush=True)\n    signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

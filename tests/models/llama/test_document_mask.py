@@ -209,7 +209,7 @@ def test_under_autocast_the_bias_has_the_format_of_the_scores(dtype: torch.dtype
 
 def test_units_in_a_row_are_the_loss() -> None:
     spec, module = small_llama(dropout=0.4)
-    chain, batch = spec.chain, packed()
+    chain, batch = spec.pipeline_spec, packed()
     assert chain is not None
     torch.manual_seed(4)
     whole = spec.loss(module, batch)

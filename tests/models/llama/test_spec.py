@@ -246,12 +246,12 @@ def in_a_row(chain: PipelineSpec, module: nn.Module, batch: Batch) -> Loss:
 @pytest.mark.parametrize("overrides", [{}, {"dropout": 0.4}, {"tied": True}])
 def test_the_units_of_the_chain_in_a_row_are_the_loss(overrides: dict[str, object]) -> None:
     spec, module = small_llama(**overrides)
-    assert spec.chain is not None
+    assert spec.pipeline_spec is not None
     batch = {"tokens": tokens(3, 9), "mask": torch.rand(3, 8)}
     torch.manual_seed(4)
     whole = spec.loss(module, batch)
     torch.manual_seed(4)
-    parted = in_a_row(spec.chain, module, batch)
+    parted = in_a_row(spec.pipeline_spec, module, batch)
     assert torch.equal(parted.total, whole.total)
     assert torch.equal(torch.as_tensor(parted.weight), torch.as_tensor(whole.weight))
 
@@ -260,7 +260,7 @@ def test_a_stage_that_lacks_other_units_draws_what_the_whole_draws() -> None:
     """Units of other stages are None; what is left runs, moves and ties as ever."""
     spec, module = small_llama(dropout=0.4, tied=True)
     _, late = small_llama(dropout=0.4, tied=True)
-    chain = spec.chain
+    chain = spec.pipeline_spec
     assert chain is not None
     batch = {"tokens": tokens(3, 9)}
     torch.manual_seed(4)
@@ -288,7 +288,7 @@ def test_every_forward_drops_something_else_even_if_nobody_seeds() -> None:
 
 def test_units_hold_every_parameter_and_their_costs_are_the_models_flops() -> None:
     spec, module = small_llama(num_layers=3)
-    chain = spec.chain
+    chain = spec.pipeline_spec
     assert chain is not None
     assert chain.units == ("model.embed_tokens", *spec.blocks, "model.norm", "lm_head")
     for name, _ in module.named_parameters():
@@ -303,7 +303,7 @@ def test_every_module_that_reads_split_weights_has_a_crossing_around_it() -> Non
     for name in parameter_shapes(spec.shape):
         rule = next(rule for rule in spec.sharding_rules if fnmatch(name, rule.pattern))
         around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
-        crossed = [c for c in spec.crossings if any(fnmatch(module, c.pattern) for module in around)]
+        crossed = [c for c in spec.activation_collectives if any(fnmatch(module, c.pattern) for module in around)]
         assert len(crossed) == (0 if rule.dim is None else 1), name
         assert rule.sequence == (rule.dim is None), name
 

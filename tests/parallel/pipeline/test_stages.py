@@ -64,7 +64,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
         hidden = stage(hidden)
     expected, whole = batch["tokens"], toy()
     for number in range(len(chain.units)):
-        expected = chain.call(whole, number, expected)
+        expected = chain.run_unit(whole, number, expected)
     assert torch.equal(hidden, expected)
 
 

@@ -133,7 +133,7 @@ def test_copies_that_make_a_slot_ready_are_no_measure(
         steps.append(joined.step)
         return replace(joined, stall_s=100.0, late_s=100.0) if len(steps) <= 2 else joined
 
-    monkeypatch.setattr(SnapshotWriter, "join", slow_at_first)
+    monkeypatch.setattr(SnapshotWriter, "wait", slow_at_first)
     small.train(tmp_path, train={"steps": 12}, checkpoint={"save": False, "resume": "auto"})
     assert steps[:5] == [5, 6, 7, 8, 9]
     assert all(said.cost_s < 50 for said in small.of_kind(tmp_path, Snapshotting))
@@ -192,7 +192,7 @@ def test_training_goes_on_while_a_copy_is_sealed(
         if label == "slot.before_header" and steps_of(shelf)[0] == 0:  # the second copy of all
             held_up.append(is_over.wait(20.0))
 
-    monkeypatch.setattr(slots, "point", point)
+    monkeypatch.setattr(slots, "failpoint", point)
     given = {"train": {"steps": 8}, "elastic": {"snapshot_every": 3}, **NO_SAVES}
     small.train(tmp_path, hooks=[Watching()], **given)
     assert held_up == [True]

@@ -36,10 +36,10 @@ class _Listener(StandaloneClient):
     def progress(self, step: int, phase: int) -> None:
         self.told.append((step, WorkerPhase(phase).name))
 
-    def tick(self, *, counts: bool = True) -> None:
+    def micro_batch_done(self, *, counts: bool = True) -> None:
         self.told.append((-1, "tick" if counts else "sign"))
 
-    def own(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
         self.owned.append((seconds, lane))
 
     def phases(self, step: int) -> list[str]:
@@ -58,7 +58,7 @@ def listener() -> Iterator[_Listener]:
     configure_worker()
 
 
-STEP = ["HOOK", "DATA", "COMPUTE", "tick", "tick", "HOOK", "REDUCE", "KEEP", "VOTE", "KEEP", "UPDATE"]
+STEP = ["HOOK", "DATA", "COMPUTE", "tick", "tick", "HOOK", "REDUCE", "SNAPSHOT", "VOTE", "SNAPSHOT", "UPDATE"]
 
 
 def test_a_step_passes_through_its_phases(tmp_path: Path, listener: _Listener) -> None:
@@ -242,10 +242,10 @@ def test_all_of_it_costs_little() -> None:
         def progress(self, step: int, phase: int) -> None:
             word.write(step, phase)
 
-        def tick(self, *, counts: bool = True) -> None:
+        def micro_batch_done(self, *, counts: bool = True) -> None:
             word.micro_batch_done(counts=counts)
 
-        def own(self, seconds: float, lane: int = 0) -> None:
+        def note_compute_time(self, seconds: float, lane: int = 0) -> None:
             word.note_compute_time(seconds, lane)
 
     pace = StepTimer(_Direct(), make_stopwatch(torch.device("cpu"), is_apart=False))

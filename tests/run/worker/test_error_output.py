@@ -63,7 +63,7 @@ def test_a_lost_rank_is_one_sentence_without_the_source_line_of_gloo() -> None:
     account = describe_failure(ECHO, rank(2), 17)
     assert isinstance(account, RunFailed)
     assert str(account).startswith(
-        "rank 2 lost another rank after step 17: Connection closed by peer [10.0.0.1]:1260. Whichever"
+        "rank 2 lost another rank after step 17: Connection closed by peer [10.0.0.1]:1260. The rank that the launcher"
     )
 
 

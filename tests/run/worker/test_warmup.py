@@ -107,7 +107,7 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise RuntimeError("no state today")
 
-    monkeypatch.setattr(RunState, "document", refuse)
+    monkeypatch.setattr(RunState, "checkpoint_tree", refuse)
     stream, threads = torch.get_rng_state(), torch.get_num_threads()
     with pytest.raises(RuntimeError, match="no state today"):
         warmup.warm_up({"job": tiny("layout.zero=3").model_dump(mode="json")})
@@ -119,9 +119,9 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
 
 def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed: list[Job] = []
-    monkeypatch.setattr(warmup, "rehearse", rehearsed.append)
+    monkeypatch.setattr(warmup, "run_dummy_step", rehearsed.append)
     for may_compute in (False, True):
-        monkeypatch.setattr(warmup, "may_compute", lambda may=may_compute: may)
+        monkeypatch.setattr(warmup, "can_run_backward", lambda may=may_compute: may)
         warmup.warm_up({"job": tiny().model_dump(mode="json")})
         assert bool(rehearsed) is may_compute, "a backward would start a thread of the driver"
 

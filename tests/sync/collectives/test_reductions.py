@@ -239,10 +239,10 @@ def large(name: str, num_steps: int) -> tuple[float, float, float]:
         for work in way.all_reduce(gradient):
             work.wait()
         way.commit(ONE)
-        biggest = max(biggest, scheme._residual.kept.norm().item())
+        biggest = max(biggest, scheme._residual.committed.norm().item())
     share = numel // group.size
     delta = CODECS[name](config(name, ratio=0.05)).contraction(share)
-    return biggest, 2 * math.sqrt(1 - delta) / delta, scheme._owed.kept.norm().item()
+    return biggest, 2 * math.sqrt(1 - delta) / delta, scheme._owed.committed.norm().item()
 
 
 @pytest.mark.parametrize("name", list(CODECS))
@@ -379,7 +379,7 @@ def test_a_factor_of_zeros_is_never_kept(device_columns: bool, monkeypatch: pyte
     from closeranks.sync.compress import powersgd
 
     if device_columns:
-        monkeypatch.setattr(powersgd, "orthonormal", powersgd.gram_schmidt)
+        monkeypatch.setattr(powersgd, "orthogonalize", powersgd.gram_schmidt)
     load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
     batch = powersgd._Batch(powersgd.find_matrices(load, 1), 1, load, torch.float32)
     before, flat = batch.q.read().clone(), torch.zeros(64)

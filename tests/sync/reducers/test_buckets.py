@@ -11,8 +11,8 @@ from closeranks.sync.reducers.buckets import BucketMember, GradientBucket, plan_
 
 rows = st.lists(
     st.builds(
-        lambda numel, dtype, stage, is_spoken, partial_over, row, is_exact: BucketMember(
-            "", numel * row, *dtype, stage, is_spoken, partial_over, row, is_exact
+        lambda numel, dtype, stage, is_primary, partial_over, row, is_exact: BucketMember(
+            "", numel * row, *dtype, stage, is_primary, partial_over, row, is_exact
         ),
         st.integers(1, 5000),
         st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)]),
@@ -28,7 +28,7 @@ caps = st.integers(1, 20_000)
 
 
 def named(members: list[BucketMember]) -> list[BucketMember]:
-    fields = ("numel", "dtype", "element_bytes", "stage", "is_spoken", "partial_over", "row", "is_exact")
+    fields = ("numel", "dtype", "element_bytes", "stage", "is_primary", "partial_over", "row", "is_exact")
     return [
         BucketMember(f"p{i:02d}", *(getattr(member, field) for field in fields)) for i, member in enumerate(members)
     ]

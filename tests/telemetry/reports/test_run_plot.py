@@ -66,8 +66,9 @@ def test_neither_torch_nor_matplotlib_nor_numpy_is_imported_before_a_picture_is_
         "import sys\n"
         "import pkgutil\n"
         "from importlib import import_module\n"
-        "from closeranks import telemetry\n"
-        "for module in pkgutil.walk_packages(telemetry.__path__, 'closeranks.telemetry.'): import_module(module.name)\n"
+        "from closeranks.telemetry import config, formatting, live, reports, run_log\n"
+        "for package in (live, reports, run_log):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, f'{package.__name__}.'): import_module(module.name)\n"
         "print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -130,7 +130,7 @@ def encode_save_task(order: SaveTask) -> dict[str, Any]:
         "to_remote": order.to_remote,
         "tree": None if order.tree is None else dict(order.tree),
         "metric": order.metric,
-        "begin": order.data_offset,
+        "data_offset": order.data_offset,
     }
 
 

@@ -89,7 +89,7 @@ def _print(
     apart: dict[tuple[str, str], LargestDifference],
     trees: list[str],
 ) -> None:
-    from closeranks.run.state.checkpoint_lookup import print_table, stdout
+    from closeranks.telemetry.terminal_table import print_table, stdout
 
     console = stdout()
     console.print(f"A  {one.path}\nB  {other.path}\n", soft_wrap=True)
@@ -119,7 +119,7 @@ def _numbers(row: TensorDifference, apart: dict[tuple[str, str], LargestDifferen
 
 def _sides(row: TensorDifference) -> tuple[str, str]:
     """What is told of each side: what they differ in."""
-    from closeranks.run.state.checkpoint_lookup import shape_text
+    from closeranks.telemetry.terminal_table import shape_text
 
     def side(one: Any) -> str:
         if one is None:

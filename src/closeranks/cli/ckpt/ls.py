@@ -45,7 +45,8 @@ def ls(
 ) -> None:
     import json
 
-    from closeranks.run.state.checkpoint_lookup import print_table, require_checkpoints, stdout
+    from closeranks.run.state.checkpoint_lookup import require_checkpoints
+    from closeranks.telemetry.terminal_table import print_table, stdout
 
     catalogue = require_checkpoints(place)
     first = next((found for found in catalogue.candidates() if found.manifest is not None), None)
@@ -78,7 +79,7 @@ def _about_parts(found: Sequence[FoundCheckpoint]) -> list[str]:
 def _cells(found: FoundCheckpoint) -> list[str]:
     from datetime import datetime
 
-    from closeranks.run.state.checkpoint_lookup import size
+    from closeranks.telemetry.terminal_table import size
 
     state = f"{found.status}, latest" if found.is_latest else found.status
     manifest = found.manifest

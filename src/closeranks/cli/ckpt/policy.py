@@ -241,7 +241,7 @@ def _print_json(found: CheckpointPolicy) -> None:
 
 def _print(found: CheckpointPolicy, measured: MeasuredSaves, picture: Path | None) -> None:
     from closeranks.plan import policy_text
-    from closeranks.run.state.checkpoint_lookup import print_table, stdout
+    from closeranks.telemetry.terminal_table import print_table, stdout
 
     console = stdout()
 

@@ -109,7 +109,7 @@ def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalP
 
 
 def _say(going: Sequence[PrunedFolder], num_left: int, dry_run: bool) -> None:
-    from closeranks.run.state.checkpoint_lookup import print_table, size
+    from closeranks.telemetry.terminal_table import print_table, size
 
     if going:
         rows = [(row.name, row.why, size(row.num_bytes)) for row in going]

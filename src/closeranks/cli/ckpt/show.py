@@ -38,7 +38,8 @@ def show(
 
     from closeranks.checkpoint.load.manifest_diff import tensor_summaries
     from closeranks.core.errors import CheckpointError
-    from closeranks.run.state.checkpoint_lookup import matches_patterns, natural_sort_key, pick_checkpoint, size, stdout
+    from closeranks.run.state.checkpoint_lookup import matches_patterns, natural_sort_key, pick_checkpoint
+    from closeranks.telemetry.terminal_table import size, stdout
 
     found, manifest = pick_checkpoint(place)
     tensors = {name: one for name, one in tensor_summaries(manifest).items() if matches_patterns(name, patterns or [])}
@@ -63,7 +64,7 @@ def show(
 
 
 def _print_tensors(tensors: dict[tuple[str, str], TensorSummary]) -> None:
-    from closeranks.run.state.checkpoint_lookup import print_table, shape_text, size, stdout
+    from closeranks.telemetry.terminal_table import print_table, shape_text, size, stdout
 
     console = stdout()
     for section in dict.fromkeys(section for section, _ in tensors):

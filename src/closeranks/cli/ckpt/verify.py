@@ -43,7 +43,8 @@ def verify(
     from dataclasses import asdict
 
     from closeranks.checkpoint.load.verify import VerifiedChunks, num_bytes_to_verify, verify_all
-    from closeranks.run.state.checkpoint_lookup import require_checkpoints, size
+    from closeranks.run.state.checkpoint_lookup import require_checkpoints
+    from closeranks.telemetry.terminal_table import size
 
     catalogue, seen, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()
     with _bar(num_bytes_to_verify(catalogue)) as on_progress:

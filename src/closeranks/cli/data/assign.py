@@ -77,7 +77,7 @@ def _print_head(reading: JobData, step: int) -> None:
 
 
 def _print_shares(count: int, shares: Sequence[RankSamples]) -> None:
-    from closeranks.run.state.checkpoint_lookup import print_table
+    from closeranks.telemetry.terminal_table import print_table
 
     ranks = f"{len(shares)} data {'rank' if len(shares) == 1 else 'ranks'}"
     typer.echo(f"\n{count} {'worker' if count == 1 else 'workers'}, {ranks}")

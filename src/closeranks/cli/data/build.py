@@ -119,7 +119,7 @@ def build(
 
 
 def _lines(summary: BuildSummary, out: str) -> Iterator[str]:
-    from closeranks.run.state.checkpoint_lookup import size
+    from closeranks.telemetry.terminal_table import size
 
     if summary.is_old:
         yield f"{out}: built before from the same inputs with the same settings; nothing to do"

@@ -85,7 +85,7 @@ def _print_all(found: Sequence[NamedStats], picture: Path | None) -> None:
 
 
 def _print(found: NamedStats) -> None:
-    from closeranks.run.state.checkpoint_lookup import print_table
+    from closeranks.telemetry.terminal_table import print_table
 
     safe_echo(f"{found.name}: {found.headline()}")
     for name, value in found.rows():

@@ -25,8 +25,8 @@ from closeranks.lab.compare.result_table import ResultTable, SettingRow
 from closeranks.lab.compare.run_outcome import ComparisonRunOutcome
 from closeranks.lab.compare.run_records import disk_errors_explained
 from closeranks.lab.compare.table_text import headings_and_cells
-from closeranks.run.state.checkpoint_lookup import print_table
 from closeranks.telemetry.formatting import brief, duration, number, size
+from closeranks.telemetry.terminal_table import print_table
 
 _LEFT = ("setting", "note")
 

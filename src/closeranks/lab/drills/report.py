@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.lab.drills.fault_results import DrillResult, FaultResult
-from closeranks.run.state.checkpoint_lookup import print_table
+from closeranks.telemetry.terminal_table import print_table
 
 HEADINGS = ("fault", "detected in", "back in", "steps redone", "state equal", "what was done")
 

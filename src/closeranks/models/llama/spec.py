@@ -43,7 +43,7 @@ class LlamaSpec:
         self.blocks = tuple(f"model.layers.{layer}" for layer in range(self.shape.num_layers))
         self.compile_units = (*self.blocks, "model.norm", "token_loss")
         self.sharding_rules = SHARDING_RULES
-        self.activation_collectives = CROSSINGS
+        self.activation_collectives = ACTIVATION_COLLECTIVES
         self.pipeline_spec: PipelineSpec | None = LlamaPipelineSpec(self.shape, seq_len)
 
     def build(self) -> nn.Module:
@@ -167,7 +167,7 @@ SHARDING_RULES = (
 """Column-parallel where a module reads the residual stream, row-parallel where it writes it; patterns as in fnmatch,
 the first match counts."""
 
-CROSSINGS = (
+ACTIVATION_COLLECTIVES = (
     ActivationCollectives("model.embed_tokens", on_output="scatter"),
     ActivationCollectives("model.layers.*.self_attn", on_input="gather", on_output="scatter"),
     ActivationCollectives("model.layers.*.mlp", on_input="gather", on_output="scatter"),

@@ -177,7 +177,10 @@ def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.d
     context = RunContext(job, world, layout, device, groups, opened, schedule, boundaries, pace)
     model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
     gradients = GradientSync(
-        reducer, is_compressed=chosen.compression is not None, has_owners=chosen.recompresses_sums, words=chosen.summary
+        reducer,
+        is_compressed=chosen.compression is not None,
+        recompresses_sums=chosen.recompresses_sums,
+        words=chosen.summary,
     )
     supply = make_batches(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
     usage = make_unused_parameters(groups, applied, frozen, optimizer, reducer, num_steps, device)

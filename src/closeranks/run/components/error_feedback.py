@@ -21,7 +21,7 @@ from closeranks.sync.compress.error_feedback import OWED, RESIDUAL, rows_to_read
 
 
 def restore_error_feedback(
-    memories: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, has_owners: bool
+    memories: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, recompresses_sums: bool
 ) -> None:
     """What a state does not hold, or holds with another shape, starts as in a fresh run. ``recompresses_sums``: whether
     sums are compressed by their owners, here or on any rank."""
@@ -33,7 +33,7 @@ def restore_error_feedback(
             for piece in _rows(one, shapes):
                 _add(one.tensor, saved.read(section, key, piece))
             owed = key.replace(f"{RESIDUAL}/", f"{OWED}/", 1)
-            if one.piece.start[0] == 0 and not has_owners and shapes.get(owed, ())[1:] == own[1:]:
+            if one.piece.start[0] == 0 and not recompresses_sums and shapes.get(owed, ())[1:] == own[1:]:
                 _add(one.tensor, saved.read(section, owed, replace(one.piece, name=owed, shape=(1, *own[1:]))))
         elif shapes.get(key) == own:
             saved.read_into(section, key, one.piece, one.tensor)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class GradientSync(Component):
-    def __init__(self, reducer: Reducer, *, is_compressed: bool, has_owners: bool, words: str) -> None:
+    def __init__(self, reducer: Reducer, *, is_compressed: bool, recompresses_sums: bool, words: str) -> None:
         """``recompresses_sums``: whether the owner of each sum of gradients compresses it again, [Note: two shots];
         ``words``: a description of the reduction, empty for the usual one."""
-        self.reducer, self._has_owners, self._words = reducer, has_owners, words
+        self.reducer, self._recompresses_sums, self._words = reducer, recompresses_sums, words
         self.unique = Unique.RANK if is_compressed else Unique.NOTHING
 
     def begin(self, index: int) -> None:
@@ -40,7 +40,9 @@ class GradientSync(Component):
         yield from map(error_feedback_state, self.reducer.error_feedback())
 
     def restore(self, saved: SavedState) -> None:
-        restore_error_feedback(list(self.reducer.error_feedback()), saved, SYNC, has_owners=self._has_owners)
+        restore_error_feedback(
+            list(self.reducer.error_feedback()), saved, SYNC, recompresses_sums=self._recompresses_sums
+        )
 
     def started(self) -> Mapping[str, Any]:
         return {"sync": self._words}

@@ -70,14 +70,14 @@ class LocalSgd(Component):
         )
         self._is_streaming = context.sync_schedule.num_fragments > 1
         compress = job.sync.compress
-        self._has_owners = context.layout.data > 1 and compress.name not in ("none", "powersgd")
+        self._recompresses_sums = context.layout.data > 1 and compress.name not in ("none", "powersgd")
         self.replica = ReplicaIndex(home.number, home.count)
         self.vote: Vote = LocalSgdVote(
             home.world,
             context.groups.world,
             model.spec.metrics,
             clip=job.optim.clip,
-            num_homes=home.count,
+            num_replica_groups=home.count,
             speaks=home.world.rank == 0,
         )
 
@@ -148,7 +148,7 @@ class LocalSgd(Component):
             if momentum is not None and key in found:
                 saved.read_into(SYNC, key, replace(leaf.piece, name=key), momentum)
             saved.read_into(MODEL, leaf.piece.name, leaf.piece, anchor)
-        restore_error_feedback(list(self._memory()), saved, SYNC, has_owners=self._has_owners)
+        restore_error_feedback(list(self._memory()), saved, SYNC, recompresses_sums=self._recompresses_sums)
         for one in self._own_weights() if self._is_streaming else ():
             if one.key in found:
                 saved.read_into(SYNC, one.key, one.piece, one.tensor)

@@ -110,8 +110,8 @@ class Step:
         for before in self._phases["before_vote"]:
             before(self.index, ballot)
         pace.enter_phase(WorkerPhase.VOTE)
-        is_boundary = engine.context.sync_schedule.is_sync_step(self.index + 1)
-        verdict = engine.vote.cast(ballot, self._scale, is_boundary=is_boundary)  # the ONE small all-reduce
+        is_sync_step = engine.context.sync_schedule.is_sync_step(self.index + 1)
+        verdict = engine.vote.cast(ballot, self._scale, is_sync_step=is_sync_step)  # the ONE small all-reduce
         pace.enter_phase(WorkerPhase.SNAPSHOT)
         for after in self._phases["after_vote"]:
             after(self.index, verdict)
