@@ -40,14 +40,14 @@ _CHECKS: dict[type[Any], Mapping[str, Callable[[Any], bool] | None]] = {}
 
 
 def _checks(kind: type[Any]) -> Mapping[str, Callable[[Any], bool] | None]:
-    """By field; None for one that is made of other dataclasses, which its owner takes apart."""
+    """The check of each field; None for a field that is made of other dataclasses, which the caller decodes itself."""
     if kind not in _CHECKS:
         _CHECKS[kind] = {field.name: _FITS.get(str(field.type)) for field in fields(kind)}
     return _CHECKS[kind]
 
 
 def checked_fields(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the fields that ``kind`` has, those that are given; ``TypeError`` where one is of another type."""
+    """The given values of those fields that ``kind`` has; ``TypeError`` if one has the wrong type."""
     checks = _checks(kind)
     found = {name: value for name, value in values.items() if name in checks}
     for name, value in found.items():

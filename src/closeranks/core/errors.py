@@ -1,7 +1,7 @@
-"""Which errors can a run end with, and what does each tell the person who reads it?
+"""The errors that a run can end with, with their exit statuses.
 
     CloseranksError                 exit 1   everything this package raises on purpose
-    ├── UserError                   exit 2   the person can fix it: one sentence, no traceback
+    ├── UserError                   exit 2   the user can fix it: one sentence, no traceback
     │   ├── ConfigError                      the job file or the command line (all problems at once)
     │   ├── ModelError                       a model, factory or loss that cannot be used
     │   ├── DataError                        a dataset that is missing, empty, or holds bad values
@@ -68,7 +68,7 @@ class SetupError(UserError): ...
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a job: where it stands, what is wrong, how to mend it."""
+    """One thing wrong with a job: its place, what is wrong, how to fix it."""
 
     place: str
     what: str
@@ -82,7 +82,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Every problem of a job at once, in the order of the file."""
+    """All problems of a job at once, in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -97,7 +97,7 @@ class ConfigError(UserError):
 
 
 class RunFailed(CloseranksError):
-    """A worker died or raised. ``what`` is the whole report, the culprit first."""
+    """A worker died or raised. ``what`` is the whole report, the root cause first."""
 
     def __str__(self) -> str:
         return self.what
@@ -137,11 +137,11 @@ ENDINGS: dict[str, type[CloseranksError]] = {
     "drained": Drained,
     "disconnected": Disconnected,
 }
-"""What a run is ended with that somebody asked to stop."""
+"""Errors that end a run because somebody asked it to stop."""
 
 
 def encode(error: CloseranksError) -> dict[str, Any]:
-    """An error as plain values, for the wire between a worker and its agent."""
+    """An error as plain values, to be sent from a worker to its agent."""
     if isinstance(error, ConfigError):
         problems = [[p.place, p.what, p.fix, p.origin] for p in error.problems]
         return {"kind": "ConfigError", "problems": problems}

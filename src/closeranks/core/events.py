@@ -1,4 +1,4 @@
-"""What can happen in a run, as typed values that machines can read?
+"""The events of a run, as typed values that machines can read.
 
 Each event is a frozen dataclass; ``encode`` gives one JSON-able dict with its name under ``event`` and ``decode`` gives
 the dataclass back. Invariant: readers ignore fields they do not know, so that a run folder written by a newer version
@@ -17,7 +17,7 @@ JsonValue = Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The root of all events; ``name`` is what stands under ``event`` in the JSON line."""
+    """The base class of all events; ``name`` is the value of ``event`` in the JSON line."""
 
     name: ClassVar[str] = "event"
 
@@ -31,7 +31,7 @@ class RunStarted(Event):
     first_step: int = 0
     last_step: int = 0
     layout: str = ""
-    """How the model is spread, where it is: ``data=2 zero=3``."""
+    """The parallel layout of the model, where there is one: ``data=2 zero=3``."""
     device: str = "cpu"
     precision: str = "float32"
     num_params: int = 0
@@ -44,29 +44,29 @@ class RunStarted(Event):
     measured_flops: float | None = None
     """What a large matrix product reached on this device at the start of the run."""
     bucket_mib: float = 0.0
-    """The size of the buckets that gradients travel in; 0 where they do not (one data rank, zero=3)."""
+    """The size of gradient buckets; 0 if gradients are not bucketed (one data rank, zero=3)."""
     link_latency_s: float | None = None
-    """Between two ranks, where it was measured to choose that size;"""
+    """Latency between two ranks, where it was measured to choose the bucket size;"""
     link_bytes_per_s: float | None = None
-    """and what one sent to the other in a second."""
+    """and the bandwidth from one to the other."""
     versions: dict[str, str] = field(default_factory=dict)
     folder: str = ""
-    """Where the run writes: a script may choose it after whoever started it."""
+    """The run folder: a script may choose it only after it has been launched."""
     sync: str = ""
-    """How gradients travel, in words, where that is not one plain sum."""
+    """How gradients are reduced, in words, where that is not one plain sum."""
     rate: str = ""
     """How the learning rate was scaled to the batch, in words; empty where it was not."""
     apart: str = ""
     """Local SGD and its outer steps, in words; empty without local SGD."""
     global_batch: int = 0
-    """Samples of a step, over all ranks,"""
+    """Samples per step, over all ranks,"""
     micro_batch: int = 0
-    """and of one forward and backward. 0: recorded by a version that did not say."""
+    """and per forward and backward. 0: recorded by a version that did not write it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone(Event):
-    """One optimizer step, as the vote of all ranks settled it."""
+    """One optimizer step, with the values that all ranks agreed on."""
 
     name: ClassVar[str] = "step"
     step: int = 0
@@ -77,7 +77,7 @@ class StepDone(Event):
     grad_norm: float = 0.0
     lr: float = 0.0
     taken: bool = True
-    """False when the ranks agreed to skip the update (a value that is not finite)."""
+    """False if the ranks agreed to skip the update (a value that is not finite)."""
     loss_scale: float = 1.0
     items: int = 0
     """Items (tokens or samples) this step put through the model, over all ranks."""
@@ -86,17 +86,17 @@ class StepDone(Event):
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     data_wait_s: float = 0.0
-    """Time this rank stood waiting for its next batch."""
+    """Time this rank was blocked waiting for its next batch."""
     data_read_s: float = 0.0
-    """What its readers spent on this step's samples, in the background too: reading them where they lie,"""
+    """What its readers spent on this step's samples, background work included: reading the data,"""
     data_fetch_s: float = 0.0
-    """bringing their files here,"""
+    """downloading files,"""
     data_decode_s: float = 0.0
-    """decoding them,"""
+    """decoding samples,"""
     data_collate_s: float = 0.0
-    """and making a batch of them."""
+    """and collating them into a batch."""
     num_bad: int = 0
-    """Bad samples of this step, over all ranks, which count nothing."""
+    """Bad samples of this step, over all ranks, which have no weight."""
     memory_bytes: int = 0
     """Peak on the accelerator since the run began, or the resident set on a CPU."""
 
@@ -115,7 +115,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class NoiseSeen(Event):
-    """How noisy gradients are, by all measurements so far."""
+    """The gradient noise scale, estimated from all measurements so far."""
 
     name: ClassVar[str] = "noise"
     step: int = 0
@@ -127,24 +127,24 @@ class NoiseSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class Saved(Event):
-    """A checkpoint counts: it is durable, and was read back."""
+    """A checkpoint is complete: it is durable, and was read back."""
 
     name: ClassVar[str] = "saved"
     step: int = 0
     path: str = ""
     bytes: int = 0
-    """Of the whole state, what lies in an earlier checkpoint included."""
+    """Of the whole state, including what an earlier checkpoint already holds."""
     seconds: float = 0.0
-    """From the moment the state was taken until it counted."""
+    """From the snapshot of the state until the checkpoint was complete."""
     stall_s: float = 0.0
-    """How long training was blocked by it on rank 0."""
+    """How long the save blocked training on rank 0."""
     tier: str = "primary"
-    """``primary``, or ``remote``: the second, durable place."""
+    """``primary``, or ``remote``: the second, durable storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed(Event):
-    """A save came to nothing. Training goes on, what was saved before still counts, and it is tried again."""
+    """A save failed. Training continues, earlier checkpoints stay valid, and the save is tried again."""
 
     name: ClassVar[str] = "save_failed"
     step: int = 0
@@ -164,7 +164,7 @@ class Pruned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """The run goes on from a checkpoint; at step 0 it took weights alone."""
+    """The run continues from a checkpoint; at step 0 it took the weights alone."""
 
     name: ClassVar[str] = "resumed"
     step: int = 0
@@ -173,7 +173,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Warned(Event):
-    """Something a person should know that does not stop the run."""
+    """Something the user should know that does not stop the run."""
 
     name: ClassVar[str] = "warning"
     what: str = ""
@@ -182,43 +182,43 @@ class Warned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Snapshotting(Event):
-    """How the state is kept in memory, said once when it is known what that costs, and again when it changes."""
+    """How snapshots of the state are kept in memory; emitted once their cost is known, and again when that changes."""
 
     name: ClassVar[str] = "snapshots"
     step: int = 0
     every: int = 1
-    """A copy is taken after so many steps; a fault costs at most so many finished ones, and as many more in the moments
-    in which a copy is not sealed yet."""
+    """A snapshot is taken every so many steps; a fault costs at most so many finished steps, and up to twice as many
+    while a snapshot is not sealed yet."""
     bytes: int = 0
-    """Of one rank's copies, those it keeps for a peer included."""
+    """Of one rank's snapshots, including those it keeps for a peer."""
     cost_s: float = 0.0
-    """How long training stands still for one."""
+    """How long one snapshot blocks training."""
     copies: str = ""
     """Where the second copy is, in words: ``replica``, ``peer``, ``peer on another host``, ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored(Event):
-    """A generation took over the state of the one before."""
+    """A generation restored the state of the one before."""
 
     name: ClassVar[str] = "restored"
     step: int = 0
     source: str = ""
-    """``memory``, ``peer``, ``checkpoint`` or ``start``: the farthest that any rank had to go."""
+    """``memory``, ``peer``, ``checkpoint`` or ``start``: the most distant source that any rank needed."""
     generation: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    """What was found torn or corrupt on the way."""
+    """Copies that were found torn or corrupt on the way."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLost(Event):
-    """The agent says that a generation is over, and which rank ended it."""
+    """The agent declares that a generation is over, and which rank ended it."""
 
     name: ClassVar[str] = "rank_lost"
     generation: int = 0
     rank: int = 0
-    """-1: nobody in particular."""
+    """-1: no particular rank."""
     host: str = ""
     step: int | None = None
     """The step it was at; None before its first."""
@@ -226,21 +226,21 @@ class RankLost(Event):
     """``killed``, ``oom``, ``exception``, ``hang``, ``stopped`` (SIGSTOP), ``slow``, ``preempted``, ``host``,
     ``zygote`` or ``resize``."""
     cause: str = ""
-    """One line for people."""
+    """One line for the user."""
     detected_s: float = 0.0
     """Between its last sign of life and this verdict, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksClosed(Event):
-    """The first step after a fault is finished on all ranks."""
+    """Recovery is complete: the first step after a fault is finished on all ranks."""
 
     name: ClassVar[str] = "ranks_closed"
     generation: int = 0
     step: int = 0
-    """The step that is finished now."""
+    """The step that was just finished."""
     seconds: float = 0.0
-    """Since the fault was noticed."""
+    """Since the fault was detected."""
     num_redone: int = 0
     """Finished steps that had to be done again."""
     world_size: int = 1
@@ -251,34 +251,35 @@ class RanksClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class SlowRank(Event):
-    """A rank that takes longer than the others for its own computing, waiting not counted."""
+    """A rank whose own computation takes longer than that of the others; waiting is not counted."""
 
     name: ClassVar[str] = "slow_rank"
     rank: int = 0
     host: str = ""
     step: int = 0
     score: float = 1.0
-    """Its time over the median of the others'."""
+    """Its time divided by the median of the others'."""
     own_s: float = 0.0
     median_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed(Event):
-    """What compression lost of one step's gradient, measured on a sample of its values."""
+    """The error that compression caused in one step's gradient, measured on a sample of its values."""
 
     name: ClassVar[str] = "compressed"
     step: int = 0
     relative_error: float = 0.0
-    """Size of the difference to the exact sum over the size of the exact sum. What is left out now is sent later, and
-    what was left out before comes now, so that values near and above 1 are usual where little is sent."""
+    """Norm of the difference to the exact sum, divided by the norm of the exact sum. With error feedback, what is left
+    out now is sent later and what was left out before is sent now, so values near and above 1 are usual at high
+    compression."""
     cosine: float = 1.0
-    """Of the angle between what was summed and the exact sum."""
+    """Cosine of the angle between what was summed and the exact sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostChanged(Event):
-    """A host came, left, was lost, or is quarantined."""
+    """A host joined, left, was lost, or is quarantined."""
 
     name: ClassVar[str] = "host"
     host: str = ""
@@ -309,12 +310,12 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def encode(event: Event) -> dict[str, JsonValue]:
-    """One JSON-able dict, the event's name first. Nothing is copied deeply: events are flat, and it runs each step."""
+    """One JSON-able dict, the event's name first. Nothing is copied deeply: events are flat; this runs every step."""
     return {"event": event.name, **{f.name: getattr(event, f.name) for f in fields(event)}}
 
 
 def decode(line: dict[str, JsonValue]) -> Event | None:
-    """The event of a JSON line, or None for a kind this version does not know or a line that no version wrote."""
+    """The event of a JSON line; None for a kind this version does not know, or for a line that no version wrote."""
     kind = _EVENTS.get(str(line.get("event")))
     if kind is None:
         return None

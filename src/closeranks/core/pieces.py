@@ -1,8 +1,8 @@
-"""Which part of a tensor does somebody hold?
+"""Describes which part of a tensor a rank holds.
 
-A piece is a box of a named tensor, or a range of that box read row by row. Cutting is arithmetic on shapes, without a
-tensor at hand, so that weights, gradients and what an optimizer remembers can be found again in any other layout.
-Invariant: the pieces that a cut gives to all its ranks cover the piece it cut, without overlap.
+A piece is a box of a named tensor, or a range of that box in row-major order. Sharding is arithmetic on shapes and
+needs no tensor, so that weights, gradients and optimizer state can be located again in any other layout. Invariant: the
+pieces that a split gives to all its ranks cover the piece that was split, without overlap.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     size: tuple[int, ...]
     flat: tuple[int, int] | None = None
-    """A range of the box's elements, row by row: what remains is one-dimensional. None: the whole box."""
+    """A range of the box's elements in row-major order, which makes the piece one-dimensional. None: the whole box."""
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> Piece:
@@ -44,8 +44,8 @@ class Piece:
         return self.size if self.flat is None else (self.numel,)
 
     def shard(self, dim: int, index: int, parts: int) -> Piece:
-        """Share ``index`` of ``parts`` along a dim. Shares are equal, but for the last ones where it does not divide:
-        they come short or empty, as ``torch.chunk`` and FSDP cut."""
+        """Shard ``index`` of ``parts`` along a dim. Shards are equal; if the dim does not divide evenly, the last ones
+        are shorter or empty, as with ``torch.chunk`` and FSDP."""
         share = -(-self.size[dim] // parts)
         first, last = (min(share * number, self.size[dim]) for number in (index, index + 1))
         return self.narrow(dim, first, last)
@@ -59,12 +59,12 @@ class Piece:
         return replace(self, start=tuple(start), size=tuple(size))
 
     def flattened(self, first: int, last: int) -> Piece:
-        """Elements ``first`` to ``last`` of this box, row by row."""
+        """Elements ``first`` to ``last`` of this box, in row-major order."""
         return replace(self, flat=(first, last))
 
 
 def narrow_to_piece(whole: Tensor, piece: Piece) -> Tensor:
-    """A piece of a tensor; a view, but for a flat range of a box that is not contiguous."""
+    """A piece of a tensor: a view, except for a flat range of a box that is not contiguous."""
     box = whole
     for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
         box = box.narrow(dim, start, size)
@@ -74,5 +74,5 @@ def narrow_to_piece(whole: Tensor, piece: Piece) -> Tensor:
     if box.ndim < 2 or first == last:
         return box.reshape(-1)[first:last]
     row = prod(piece.size[1:])
-    begin, end = first // row, -(-last // row)  # only the rows it touches are ever copied
+    begin, end = first // row, -(-last // row)  # copy only the rows that the range touches
     return box[begin:end].reshape(-1)[first - begin * row : last - begin * row]

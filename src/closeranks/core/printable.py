@@ -1,7 +1,7 @@
 """Makes text that came from a file safe to print on a terminal.
 
 Invariant: what ``printable`` returns can be encoded as UTF-8 and moves no cursor, changes no colour and reorders no
-text: control characters, lone surrogates and directional overrides appear as escapes. Lines and tabs stay.
+text: control characters, lone surrogates and directional overrides appear as escapes. Newlines and tabs stay.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ def printable(text: str) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Whether a name can be shown as it is: on one line, too."""
+    """Whether a name can be shown unchanged, on one line."""
     return not _UNSAFE.search(text) and "\n" not in text and "\t" not in text

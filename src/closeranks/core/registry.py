@@ -1,7 +1,7 @@
-"""How does a name in a job become a thing of ours, or of the user's?
+"""Resolves a name in a job to a built-in object or to one of the user's.
 
 ``Registry`` holds what a room offers under short names; ``load_object`` imports ``package.module:attribute``.
-Invariant: an unknown name is answered with the nearest known one, never with a bare KeyError.
+Invariant: an unknown name raises an error that suggests the nearest known one, never a bare KeyError.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest_match(name: str, known: Sequence[str]) -> str:
-    """The known name that was probably meant; empty where none is near. Quick whatever somebody wrote."""
+    """The known name that was probably meant; empty if none is near. Fast for any input."""
     if len(name) > _NAME_CHARS:
         return ""
     return next(iter(get_close_matches(name, known, n=1, cutoff=0.6)), "")
 
 
 class Registry(Generic[T]):
-    """Names of one kind of thing (models, sources, optimizers), filled by a decorator beside each thing."""
+    """Names of one kind of object (models, sources, optimizers), registered by a decorator beside each object."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -1,11 +1,11 @@
-"""Requests to a run: what a person, a scheduler, an agent or the training code can ask for while it trains.
+"""Requests to a run: what a user, a scheduler, an agent or the training code can ask for while it trains.
 
-Whoever asks names a ``Request``. The agents pass it on without looking at it, every worker brings what it has heard to
-the vote of its step, and the verdict gives all ranks the same set after the same step. A new request is one ``define``
-here, somebody who asks for it and somebody who acts on it (docs/rooms.md).
+A request is a ``RunRequest``. The agents forward it without interpreting it, every worker adds the requests it has
+received to the vote of its step, and the result gives all ranks the same set after the same step. A new request needs
+one ``define`` here, code that asks for it and code that acts on it (docs/rooms.md).
 
-Invariant: requests take the same room in the vote however many kinds there are, so that a new kind does not change the
-order in which losses and norms are added up.
+Invariant: requests take the same number of elements in the vote however many kinds there are, so that a new kind does
+not change the order in which losses and norms are summed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from closeranks.core.registry import Registry
 
 NUM_SLOTS = 4
-"""Numbers of the vote that carry requests."""
+"""Elements of the vote that carry requests."""
 _KINDS_PER_SLOT = 2
 _BITS = 26
-"""A slot counts the ranks that ask for its first kind in its lower 26 bits and those that ask for its second above
-them: exact in float64 for up to 67 million ranks."""
+"""A slot counts the ranks that ask for its first kind in its lower 26 bits, and those that ask for its second kind in
+the bits above: exact in float64 for up to 67 million ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     kind: str
-    """Its name between processes."""
+    """Its name in messages between processes."""
     is_sticky: bool = True
-    """Whether a worker that has heard it brings it to every vote from then on, or to the next one alone."""
+    """Whether a worker that has received it adds it to every vote from then on, or only to the next one."""
 
 
 REQUESTS: Registry[RunRequest] = Registry("request")
@@ -48,17 +48,17 @@ def define(kind: str, *, stays: bool = True) -> RunRequest:
 
 
 DRAIN = define("drain")
-"""Finish the step, save, and end the run. Asked for from outside."""
+"""Finish the step, save, and end the run. Requested from outside."""
 SAVE = define("save", stays=False)
-"""Save after this step, and go on."""
+"""Save after this step, and continue."""
 STOP = define("stop")
-"""As ``DRAIN``, but asked for by the training code itself."""
+"""Like ``DRAIN``, but requested by the training code itself."""
 REGROUP = define("regroup")
-"""End this generation after the step, with the state in memory: the next one takes over from there."""
+"""End this generation after the step, with the state in memory: the next generation continues from there."""
 
 
 class PendingRequests:
-    """What a process has been asked for. A signal handler may call ``add``."""
+    """The requests that a process has received. A signal handler may call ``add``."""
 
     def __init__(self) -> None:
         self._asked: set[RunRequest] = set()
@@ -70,7 +70,7 @@ class PendingRequests:
         return request in self._asked
 
     def take(self) -> frozenset[RunRequest]:
-        """For the next vote; what does not stay is handed out once."""
+        """The requests for the next vote; those that do not stay are returned once."""
         if not self._asked:
             return frozenset()
         asked = frozenset(self._asked)
@@ -79,7 +79,7 @@ class PendingRequests:
 
 
 def encode(requests: Iterable[RunRequest]) -> list[float]:
-    """The numbers by which one rank votes for a set of requests; over the ranks they are added up."""
+    """The numbers with which one rank votes for a set of requests; they are summed over the ranks."""
     slots = [0.0] * NUM_SLOTS
     for request in requests:
         slot, weight = _weights[request]
@@ -88,13 +88,13 @@ def encode(requests: Iterable[RunRequest]) -> list[float]:
 
 
 def decode(sums: Sequence[float]) -> frozenset[RunRequest]:
-    """What any rank has asked for, from the sums of what ``encode`` gave on each."""
+    """What any rank has requested, from the sums of what ``encode`` gave on each."""
     if not any(sums):
         return frozenset()
     return frozenset(request for number, request in enumerate(_order) if _count(sums, number))
 
 
 def _count(sums: Sequence[float], number: int) -> int:
-    """How many ranks have asked for the kind that was defined as this one."""
+    """How many ranks have requested the kind with this number, in the order of definition."""
     digit, slot = divmod(number, NUM_SLOTS)
     return (round(sums[slot]) >> _BITS * digit) & ((1 << _BITS) - 1)

@@ -1,8 +1,9 @@
-"""Which saved pieces of a tensor make up a piece that somebody wants?
+"""Plans which saved pieces of a tensor to copy into a wanted piece.
 
-A piece is cut into runs: boxes of the tensor whose elements follow one another in the piece's own memory, one for a
-box, a few for a flat range of one. Then a plan is the overlaps of boxes, whatever cut either side. Invariants: a plan
-writes each wanted element exactly once, and what no saved piece covers is named as missing.
+A piece is decomposed into contiguous boxes: boxes of the tensor whose elements follow one another in the piece's own
+memory, one for a box, a few for a flat range of one. A plan is then the set of overlaps between boxes, whatever the
+layout of either side. Invariants: a plan writes each wanted element exactly once, and elements that no saved piece
+covers are reported as missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TensorBox:
 
 @dataclass(frozen=True, slots=True)
 class ContiguousBox:
-    """A box that lies row by row in a piece's memory, from its element ``first`` on."""
+    """A box that is stored in row-major order in a piece's memory, starting at its element ``first``."""
 
     box: TensorBox
     first: int
@@ -36,10 +37,10 @@ class ContiguousBox:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A box to be copied from a run of a saved piece into a run of the wanted one."""
+    """A box to be copied from a contiguous box of a saved piece into one of the wanted piece."""
 
     saved: int
-    """Which of the saved pieces."""
+    """Index of the saved piece."""
     source: ContiguousBox
     target: ContiguousBox
     box: TensorBox
@@ -52,7 +53,7 @@ class CopyPlan:
 
 
 def plan_copies(wanted: Piece, saved: Sequence[Piece]) -> CopyPlan:
-    """What to copy from where. Saved pieces may overlap, as the copies of replicas do: the first one counts."""
+    """What to copy from where. Saved pieces may overlap, as the copies of replicas do: the first one is used."""
     rest = [(run, run.box) for run in contiguous_boxes(wanted)]
     overlaps: list[Overlap] = []
     for number, piece in enumerate(saved):
@@ -72,7 +73,7 @@ def plan_copies(wanted: Piece, saved: Sequence[Piece]) -> CopyPlan:
 
 
 def contiguous_boxes(piece: Piece) -> tuple[ContiguousBox, ...]:
-    """The piece's boxes in the order of its memory; none of an empty one."""
+    """The piece's contiguous boxes in memory order; none for an empty piece."""
     first, last = piece.flat or (0, prod(piece.size))
     found: list[ContiguousBox] = []
     position = 0
@@ -83,7 +84,7 @@ def contiguous_boxes(piece: Piece) -> tuple[ContiguousBox, ...]:
 
 
 def _range(start: tuple[int, ...], size: tuple[int, ...], first: int, last: int) -> Iterator[TensorBox]:
-    """Elements ``first`` to ``last`` of a box as boxes: a part of a row, whole rows, a part of a row."""
+    """Elements ``first`` to ``last`` of a box as boxes: part of a row, whole rows, part of a row."""
     if first >= last:
         return
     if last - first == prod(size):
@@ -113,7 +114,7 @@ def _common(one: TensorBox, other: TensorBox) -> TensorBox | None:
 
 
 def _without(box: TensorBox, hole: TensorBox) -> Iterator[TensorBox]:
-    """What is left of a box around a hole in it, dim by dim: before it, behind it, and further within."""
+    """What is left of a box around a hole in it, dim by dim: before it, after it, and then within its extent."""
     start, size = list(box.start), list(box.size)
     for dim, (first, extent) in enumerate(zip(hole.start, hole.size, strict=True)):
         end = start[dim] + size[dim]

@@ -1,4 +1,4 @@
-"""Which random stream belongs to a place in a run?
+"""Derives the random stream for a place in a run.
 
 A seed is a pure function of named coordinates (seed, step, micro-batch, ...), never of what a process drew before.
 Invariant: the same coordinates give the same stream on every rank, layout and restart; different ones never share it.
@@ -16,5 +16,5 @@ def derive_seed(*coordinates: int | str) -> int:
 
 
 def _escaped(coordinate: int | str) -> str:
-    """No coordinate can contain the separator, so that no two lists of coordinates read the same."""
+    """No coordinate can contain the separator, so no two lists of coordinates are encoded alike."""
     return str(coordinate).replace("\x1e", "\x1e0").replace("\x1f", "\x1e1")

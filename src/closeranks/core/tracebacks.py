@@ -1,7 +1,7 @@
-"""Where in the user's own code did an error come from?
+"""Finds the place in the user's own code that an error came from.
 
-Invariant: the place named is one the person can edit, never a line of ours, of an installed package or of Python's,
-as long as the error passed through any such line.
+Invariant: the place named is one the user can edit, never a line of ours, of an installed package or of Python's, as
+long as the error passed through any such line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def printable_message(error: BaseException) -> str:
 
 
 def display_path(path: str) -> str:
-    """Relative to the working folder where it lies in that; URLs as they are."""
+    """Relative to the working folder if it lies inside; URLs are unchanged."""
     if "://" in path:
         return path
     try:

@@ -1,6 +1,6 @@
-"""What is every value of a loaded job, where does it come from, and what does it mean?
+"""Lists every value of a loaded job with its origin and its help text (``closeranks config --explain``).
 
-Invariant: every leaf of the job is explained, in the order of its fields. The command line renders it.
+Invariant: every leaf of the job is listed, in the order of its fields. The command line only renders the list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNSET = "(not set)"
 class ExplainLine:
     key: str
     value: str
-    """As TOML, or ``(not set)`` for None, which TOML cannot say."""
+    """As TOML, or ``(not set)`` for None, which TOML cannot express."""
     origin: ValueOrigin
     help: str
 
@@ -42,7 +42,7 @@ def explain(loaded: LoadedConfig[Any]) -> list[ExplainLine]:
 
 
 def _shown(value: Any) -> str:
-    """What only Python can hold is shown as Python writes it."""
+    """A value that TOML cannot express is shown as its Python ``repr``."""
     if value is None:
         return UNSET
     try:

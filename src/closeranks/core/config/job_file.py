@@ -1,7 +1,7 @@
-"""How is a job file found and read?
+"""Finds and reads a job file.
 
 Invariant: every way a path can be wrong (missing, a folder, a device, too large, unreadable, not UTF-8) is a
-``Problem`` with its fix, found in bounded time and memory; nothing of the operating system's exceptions gets through.
+``Problem`` with its fix, found in bounded time and memory; no exception of the operating system escapes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PIPE_S = 10.0
 
 
 class _UnfitError(ValueError):
-    """What is there is no job file."""
+    """What the path leads to is not a job file."""
 
 
 def read_job_file(path: Path) -> JobText:
-    """The job file at a path, or the problems that keep it from being read."""
+    """Read the job file at a path; problems that prevent reading it are part of the result."""
     try:
         content = _read_bounded(path)
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def read_job_file(path: Path) -> JobText:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Never waits for a pipe that nobody writes to, nor reads without end."""
+    """Never waits for a pipe that nobody writes to, and never reads without bound."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(fd).st_mode
@@ -93,7 +93,7 @@ def _toml_files(folder: Path) -> list[str]:
 
 
 def _nearby(path: Path) -> str:
-    """A file of the same folder that was probably meant."""
+    """A file in the same folder that was probably meant."""
     if not path.parent.is_dir():
         return f"There is no folder {path.parent} either."
     files = _toml_files(path.parent)

@@ -1,4 +1,4 @@
-"""Which JSON Schema lets an editor complete and check a job file while it is typed?
+"""Builds the JSON Schema with which an editor completes and checks a job file.
 
 Invariant: every job that loads is valid under the schema. TOML has no null and no NaN in JSON's sense, so neither
 appears in it.
@@ -28,7 +28,7 @@ def json_schema(model: type[ConfigTable]) -> Node:
 
 
 def _cleaned(node: Node, *, is_named: bool = True) -> Node:
-    """A schema without null, without unsayable defaults, and without titles that only repeat the key."""
+    """The schema without null, defaults that JSON or TOML cannot express, and titles that only repeat the key."""
     kept = {
         key: value for key, value in node.items() if key not in ("title", "default") or (key == "title" and is_named)
     }
@@ -54,7 +54,7 @@ def _cleaned_part(key: str, value: Any) -> Any:
 
 
 def _sayable(value: Any) -> Any:
-    """A default that JSON and TOML can both say; None inside a table is left out."""
+    """A default that both JSON and TOML can express; None inside a table is left out."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return _UNSAYABLE
     if isinstance(value, dict):
@@ -67,10 +67,10 @@ def _sayable(value: Any) -> Any:
 
 
 def _with_sane_union(node: Node, definitions: Node) -> Node:
-    """A union of tables, told apart by the key that most of them pin to a constant.
+    """A union of tables, discriminated by the key that most of them pin to a constant.
 
-    ``oneOf`` would reject a job when an open member (any ``name``) matches beside a pinned one. In the ``anyOf`` that
-    replaces it the open member leaves pinned names to their owners, and only the default kind may leave its name out.
+    ``oneOf`` would reject a job that matches both an open member (any ``name``) and a pinned one. In the ``anyOf`` that
+    replaces it, the open member excludes the pinned names, and only the default kind may omit its name.
     """
     if "oneOf" not in node:
         return node

@@ -1,7 +1,7 @@
-"""How do a job file, Python and the command line become one validated job?
+"""Merges a job file, values from Python and the command line into one validated job.
 
-Order: defaults < file < Python < command line. Invariant: either a frozen job whose every value knows its origin, or
-one ``ConfigError`` with all problems at once; nothing in between.
+Order: defaults < file < Python < command line. Invariant: the result is either a frozen job in which every value knows
+its origin, or one ``ConfigError`` with all problems at once; nothing in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Check = Callable[[T], Iterable[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig(Generic[T]):
-    """A job, where each of its values comes from (by dotted key), and its file."""
+    """A job, the origin of each of its values (by dotted key), and its file."""
 
     value: T
     origins: Mapping[str, ValueOrigin]
@@ -46,7 +46,7 @@ def load(
     extra: Mapping[str, Any] | None = None,
     checks: Sequence[Check[T]] = (),
 ) -> LoadedConfig[T]:
-    """Read, merge and validate a job; ``checks`` look across tables and run on whatever tables are sound."""
+    """Read, merge and validate a job. ``checks`` span several tables and run on whichever tables are valid."""
     try:
         return _load(model, path, overrides, extra or {}, checks)
     except RecursionError:
@@ -84,7 +84,7 @@ def _tree(job: JobText, extra: Mapping[str, Any]) -> ConfigTree:
 
 
 def _line_near(place: str, lines: Mapping[str, ValueOrigin], name: str) -> ValueOrigin:
-    """The line of a key, or of the inline table or array around it."""
+    """The line of a key, or of the enclosing inline table or array."""
     while place:
         if place in lines:
             return lines[place]
@@ -121,7 +121,7 @@ def _with_origin(problem: Problem, tree: ConfigTree) -> Problem:
 
 
 def _in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Those of the file by line, then the rest as they were found."""
+    """Problems of the file first, by line; then the rest in the order they were found."""
     return sorted(dict.fromkeys(problems), key=_line_of)
 
 

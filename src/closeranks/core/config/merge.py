@@ -1,7 +1,7 @@
-"""How do the sources of a job become one tree whose every value knows its origin?
+"""Merges the sources of a job into one tree in which every value knows its origin.
 
 Order: defaults < file < Python < command line. Invariant: tables merge key by key; everything else, arrays included, is
-replaced whole, and takes its origins with it.
+replaced as a whole, together with its origins.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ OriginOf = Callable[[str], ValueOrigin]
 
 @dataclass(slots=True)
 class ConfigTree:
-    """What all sources so far said together."""
+    """The merged values of all sources so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     lines: dict[str, ValueOrigin] = field(default_factory=dict)
-    """Where tables and keys stand in the file, whoever won them later."""
+    """The lines of tables and keys in the file, even where a later source overrides them."""
 
     def add(self, values: Mapping[str, Any], origin_of: OriginOf) -> None:
-        """Lay a later source over the earlier ones."""
+        """Merge a later source over the earlier ones."""
         _merge(self.values, values, (), lambda parts, value: self._record(parts, value, origin_of))
 
     def set(self, parts: Parts, value: Any, origin: ValueOrigin) -> None:
@@ -49,7 +49,7 @@ class ConfigTree:
         _merge(node, {str(parts[-1]): value}, parts[:-1], lambda at, new: self._record(at, new, lambda _: origin))
 
     def unset(self, parts: Parts) -> None:
-        """Forget what any source said of one place, if one did: its default holds."""
+        """Remove what any source set at one place, so that its default applies."""
         node: Any = self.values
         for part in parts[:-1]:
             if isinstance(node, list) and str(part).isdecimal() and int(part) < len(node):
@@ -68,7 +68,7 @@ class ConfigTree:
             self._forget(dotted_key(parts))
 
     def origin_near(self, place: str) -> ValueOrigin | None:
-        """The origin of a place or, for one that nobody set, of what stands nearest around it."""
+        """The origin of a place or, if nothing set it, of the nearest enclosing place."""
         while place:
             if place in self.origins:
                 return self.origins[place]
@@ -117,7 +117,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], parts: Parts, record
 
 
 def to_plain(value: Any) -> Any:
-    """A value as TOML would have given it. A ``Table`` from Python stands for all of its table, defaults included."""
+    """A value as TOML would represent it. A ``ConfigTable`` from Python sets its whole table, defaults included."""
     if isinstance(value, ConfigTable):
         return {name: to_plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):

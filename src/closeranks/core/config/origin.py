@@ -1,4 +1,4 @@
-"""Where does a value of the job come from?
+"""Records which source a value of the job comes from.
 
 Invariant: every value of a loaded job has exactly one origin, that of the source which won.
 """
@@ -13,7 +13,7 @@ Kind = Literal["default", "file", "python", "command line"]
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The source that set a value; ``place`` says where in it, as ``job.toml:12``, where that can be said."""
+    """The source that set a value; ``place`` is the location in it, such as ``job.toml:12``, if known."""
 
     kind: Kind
     place: str = ""

@@ -1,8 +1,8 @@
-"""What does ``train.steps=200`` on the command line set?
+"""Parses command-line overrides such as ``train.steps=200``.
 
-The right side is a TOML value, or plain text where it is not one. Invariant: text is never lost to a guess; where the
-key holds text (``run.name=7``), what was typed stands as it was typed. ``~train.steps`` unsets a key: its default
-holds, whatever the file, Python or an earlier override said.
+The right side is a TOML value, or plain text where it is not valid TOML. Invariant: text is never changed by a guess;
+if the key holds text (``run.name=7``), the value is exactly what was typed. ``~train.steps`` unsets a key: its default
+applies, whatever the file, Python or an earlier override set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEY_AHEAD = re.compile(r"""[\w."'-]+\s*=""")
 
 
 UNSET_MARK = "~"
-"""In front of a key: unset it, as Hydra writes it."""
+"""Prefix of a key that unsets it, as in Hydra."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Override:
 
 
 def parse_overrides(model: type[ConfigTable], texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """What the command line sets, in its order, and every part of it that cannot be understood."""
+    """The overrides of the command line in order, and a problem for each part that cannot be parsed."""
     found = [item for text in texts for item in _parse(model, text, ())]
     overrides = [item for item in found if isinstance(item, Override)]
     return overrides, [item for item in found if isinstance(item, Problem)]
@@ -53,7 +53,7 @@ def parse_value(text: str) -> Any:
 
 
 def split_pairs(text: str) -> list[str]:
-    """``data=2 tensor=2`` in its pairs, cut at blanks and commas that stand outside quotes and brackets."""
+    """Split ``data=2 tensor=2`` into its pairs, at blanks and commas outside quotes and brackets."""
     pieces = [""]
     for token in tokens(text):
         is_gap = token.depth == 0 and (token.text.isspace() or token.text == ",")
@@ -107,7 +107,7 @@ def _parse_unset(model: type[ConfigTable], text: str) -> Override | Problem:
 
 
 def _typed(spot: SchemaNode, text: str, value: Any) -> Any:
-    """Text keys take what was typed: ``run.name=7`` is the text 7, unless a number would do there too."""
+    """For keys that hold text, what was typed: ``run.name=7`` is the text 7, unless the key also accepts a number."""
     kinds = {option.type for option in spot.options}
     takes_value = type(value) in kinds or (isinstance(value, int) and float in kinds) or Any in kinds
     takes_text = str in kinds or text in spot.choices

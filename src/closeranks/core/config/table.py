@@ -1,8 +1,8 @@
-"""What is a table of a job file? The base of every room's config model.
+"""The base class of every config model: one table of a job file.
 
-Invariant: a key nobody knows is a problem, never ignored; a value is never quietly turned into another type (the text
-"5" is not the number 5, ``true`` is not 1); no text holds a character that a path or a terminal cannot; a loaded table
-does not change.
+Invariant: an unknown key is a problem, never ignored; a value is never silently converted to another type (the text "5"
+is not the number 5, ``true`` is not 1); no text contains a character that a path or a terminal cannot hold; a loaded
+table is immutable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 
 _SCALARS = ("bool", "int", "float", "str")
 _NOT_SCHEMAS = ("default", "metadata", "serialization")
-"""Entries of a core schema that hold a person's values, not further schemas."""
+"""Entries of a core schema that hold values of the user, not further schemas."""
 
 
 def _refuse_conversions(node: Any) -> None:
@@ -35,11 +35,11 @@ def _refuse_conversions(node: Any) -> None:
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-"""All but the tab and the newline."""
+"""All control characters but the tab and the newline."""
 
 
 def _check_text(value: Any) -> None:
-    """Tables of the user's own, such as a model's arguments, are the user's."""
+    """Does not look into the user's own tables, such as a model's arguments."""
     if isinstance(value, str) and (found := _CONTROLS.search(value)):
         name = "a NUL" if found[0] == "\0" else f"the control character {found[0]!r}"
         raise ValueError(f"it holds {name}, which paths and names cannot contain. Remove it")

@@ -1,7 +1,7 @@
-"""Which single values make up a table?
+"""Flattens a table into its single values.
 
 Invariant: every value of a table belongs to exactly one leaf, in the order of the fields; an array of plain values is
-one leaf, an array of tables is many.
+one leaf, an array of tables is several.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A file that a run appends to for as long as it lives, whatever happens to the disk meanwhile.
+"""A file that a run appends to for its whole life, whatever happens to the disk meanwhile.
 
-A write that fails is held in memory and tried again with a later one; a file or folder that was removed is made anew.
-Invariants: ``write`` never raises; trouble is told once, and once when it is over; what was written in part is
-completed later, so that no line is torn by a full disk; what an earlier process left torn is ended before the first
-line.
+A write that fails is buffered in memory and retried with a later one; a file or folder that was removed is created
+again. Invariants: ``write`` never raises; a failure is reported once, and so is its end; a partial write is completed
+later, so that a full disk never leaves a torn line; a torn line left by an earlier process is terminated before the
+first write.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 RETRY_S = 0.5
-"""How often a file that cannot be written is tried again, at most."""
+"""Minimum time between two attempts on a file that cannot be written."""
 HELD_BYTES = 1 << 20
-"""What is held in memory meanwhile; of more, the oldest is dropped."""
+"""Size of the buffer in memory meanwhile; beyond it, the oldest data is dropped."""
 
 
 class AppendFile:
-    """``on_lost`` hears the reason when the file cannot be written, ``on_back`` how many bytes were dropped until it
-    could be again."""
+    """``on_lost`` is called with the reason when the file cannot be written, ``on_back`` with the number of bytes
+    dropped when it can be written again."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class AppendFile:
         must_open: bool = False,
         is_lines: bool = True,
     ) -> None:
-        """``must_open`` raises the ``OSError`` of a file that cannot be opened now; ``is_lines`` ends a line that was
-        left torn."""
+        """``must_open``: raise the ``OSError`` if the file cannot be opened now. ``is_lines``: terminate a line that
+        was left torn."""
         self.path = path
         self._on_lost, self._on_back = on_lost, on_back
         self._is_lines = is_lines
@@ -44,9 +44,9 @@ class AppendFile:
         self._held: deque[bytes] = deque()
         self._num_held = self._num_dropped = 0
         self._is_closed = self._is_cut = False
-        """Cut: whether the oldest of what is held is the rest of what is written."""
+        """Cut: whether the oldest buffered entry is the rest of one that was partly written."""
         self._retry_at: float | None = None
-        """When to try again, after a failure; None while all is well."""
+        """When to try again after a failure; None while writes succeed."""
         try:
             self._open()
         except OSError as error:
@@ -65,7 +65,7 @@ class AppendFile:
         self._drop_oldest()
 
     def move(self, path: Path) -> None:
-        """Go on in another file, at its end; what stands in this one comes along."""
+        """Continue at the end of another file; the content of this one is moved there."""
         if self._is_closed or path == self.path:
             return
         old, self.path = self.path, path
@@ -82,7 +82,7 @@ class AppendFile:
             self._fail(error)
 
     def close(self) -> None:
-        """What is held is tried once more."""
+        """Tries once more to write what is buffered."""
         if self._held and not self._is_closed:
             self._flush()
         self._is_closed = True
@@ -90,7 +90,7 @@ class AppendFile:
 
     def _flush(self) -> None:
         try:
-            if self._file is None or os.fstat(self._file).st_nlink == 0:  # it was removed under us
+            if self._file is None or os.fstat(self._file).st_nlink == 0:  # the file was removed meanwhile
                 self._open()
             assert self._file is not None
             while self._held:
@@ -103,7 +103,7 @@ class AppendFile:
                 self._on_back(num_dropped)
 
     def _take(self, num_bytes: int) -> None:
-        """So many bytes of the oldest are written. A full disk takes some of them without an error."""
+        """Mark this many bytes of the oldest entry as written. A full disk accepts part of a write without an error."""
         if num_bytes == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data = self._held.popleft()
@@ -139,7 +139,7 @@ class AppendFile:
         is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         if is_torn and not self._is_cut:
             os.write(self._file, b"\n")
-        elif self._is_cut and not is_torn:  # another file: the rest of a line is none
+        elif self._is_cut and not is_torn:  # another file: the rest of a line alone is useless
             self._drop()
 
     def _close(self) -> None:

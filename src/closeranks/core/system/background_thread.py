@@ -1,9 +1,9 @@
-"""Who does what training must not wait for? One thread of this process, one job after the other.
+"""Runs jobs that training must not wait for in one background thread, one after the other.
 
 [Note: one thread for life]
-The kernel takes the thread that started a process for its parent: a writer that dies with its parent dies with that
-thread. So the thread that starts writers lives as long as its owner, however few jobs there are. Invariants: jobs are
-done in the order they were given; a job that raises is logged and the next one is done.
+The kernel treats the thread that started a process as its parent: a writer that dies with its parent dies with that
+thread. So the thread that starts writers lives as long as its owner, however few jobs there are. Invariants: jobs run
+in the order of submission; a job that raises is logged and the next one runs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Call sequence: ``do`` from any thread; ``close`` when nothing more comes."""
+    """Call sequence: ``submit`` from any thread; ``close`` after the last job."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Task | None] = SimpleQueue()
-        # A daemon: a process that ends in the middle of a job must not wait for it.
+        # A daemon: a process that exits in the middle of a job must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = self._is_closed = False
         self._starting = threading.Lock()
 
     def submit(self, job: Task) -> None:
-        """Returns at once; the thread starts with the first job. ``RuntimeError`` where nobody would ever do it: no
-        thread can be started, or it has ended."""
+        """Returns at once; the thread starts with the first job. ``RuntimeError`` if the job would never run: no thread
+        can be started, or it has ended."""
         with self._starting:
             if self._is_closed:
                 raise RuntimeError(f"the background {self._thread.name} is closed")
@@ -39,13 +39,13 @@ class BackgroundThread:
         self._jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until the jobs given so far are done."""
+        """Wait until all jobs submitted so far are done."""
         is_done = threading.Event()
         self.submit(is_done.set)
         is_done.wait()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """When the jobs given so far are done, or the time is up; whether they are done."""
+        """Wait until all jobs submitted so far are done, or for ``timeout_s``; returns whether they are done."""
         self._is_closed = True
         if self._is_started:
             self._jobs.put(None)

@@ -1,6 +1,6 @@
-"""What did the launcher and the shell tell this process? The one module that reads the environment.
+"""The one module that reads the environment: settings from the launcher and the shell.
 
-Invariant: an explicit argument always wins; the environment only answers what nobody else said.
+Invariant: an explicit argument always wins; the environment only supplies what nothing else sets.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TOKEN = "CLOSERANKS_TOKEN"
 
 
 def set_world(world: World | None) -> None:
-    """The agent's workers are told their world by message; it stands for the life of the process."""
+    """Workers of the agent receive their world by message; it holds for the life of the process."""
     global _WORLD
     _WORLD = world
 
 
 @contextmanager
 def temporarily_set(name: str, value: str) -> Iterator[None]:
-    """For a library that takes a setting from the environment alone."""
+    """For a library that reads a setting only from the environment."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -38,7 +38,7 @@ def temporarily_set(name: str, value: str) -> Iterator[None]:
 
 
 def detect_world(environ: Mapping[str, str] = os.environ) -> World:
-    """The world this process was started in: told by our agent, by torchrun, by srun, or alone."""
+    """The world this process was started in: set by our agent, torchrun or srun; otherwise a world of one process."""
     if _WORLD is not None:
         return _WORLD
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -58,7 +58,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def _torchrun_world(environ: Mapping[str, str]) -> World:
-    """A restart of torchrun's agent is a generation of its own, so that no key of the last one is read again."""
+    """A restart by torchrun's agent is a new generation, so that no key of the previous one is read again."""
     return World(
         rank=_integer(environ, "RANK"),
         size=_integer(environ, "WORLD_SIZE"),
@@ -71,14 +71,15 @@ def _torchrun_world(environ: Mapping[str, str]) -> World:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """A step of one task (``srun --pty bash``, an interactive allocation) is a shell, and our agent starts workers."""
+    """A step of one task (``srun --pty bash``, an interactive allocation) is a shell, in which our agent starts the
+    workers."""
     return _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    """The store stands on the first host of the step, on a port that follows from job and step.
+    """The store runs on the first host of the step, on a port derived from job and step.
 
-    Steps of one job may run side by side on one host, as may jobs whose numbers follow each other.
+    Steps of one job may run side by side on one host, as may jobs with consecutive numbers.
     """
     job = _integer(environ, "SLURM_JOB_ID", 0) + 997 * _integer(environ, "SLURM_STEP_ID", 0)
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""), environ)
@@ -112,17 +113,18 @@ def _first_host(nodelist: str, environ: Mapping[str, str]) -> str:
 
 
 def thread_limit(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Threads per process that the person asked for, if they did."""
-    text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2" nests: the first is ours
+    """Threads per process that the user asked for, if any."""
+    text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2" means nested levels: the first is ours
     return int(text) if text.isdecimal() and int(text) else None
 
 
 def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the zygote and its workers see.
+    """The environment of the zygote and its workers.
 
-    One thread per maths library until a worker sets its own number: a pool that exists at a fork hangs the child.
-    The NVML check and the single compile thread keep the zygote from touching CUDA, which a forked child could then
-    not use. PYTHONUNBUFFERED: a killed worker's last line reaches its log. The job's token is the agents' alone.
+    One thread per maths library until a worker sets its own number: a thread pool that exists at a fork hangs the
+    child. The NVML check and the single compile thread keep the zygote from initializing CUDA, which a forked child
+    could then not use. PYTHONUNBUFFERED: a killed worker's last line reaches its log. The job's token is removed: only
+    the agents may have it.
     """
     fixed = {
         "OMP_NUM_THREADS": str(threads),
@@ -136,7 +138,7 @@ def child_environment(threads: int, environ: Mapping[str, str] = os.environ) -> 
 
 
 def bind_gloo(interface: str) -> None:
-    """Where gloo's connections of this process come from and go to. An explicit choice wins."""
+    """The interface for gloo's connections in this process. An explicit choice wins."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -151,7 +153,7 @@ def job_token(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """GPUs this process may use, without loading any driver: what the shell allows, else what the kernel shows."""
+    """GPUs this process may use, without loading any driver: those the shell allows, else those the kernel shows."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
@@ -166,7 +168,7 @@ def gpus_are_per_task(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def requested_failpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """``CLOSERANKS_KILL_AT=label[:n]``: a test wants this process and its children dead at that point."""
+    """``CLOSERANKS_KILL_AT=label[:n]``: a test wants this process and its children killed at that failpoint."""
     text = environ.get("CLOSERANKS_KILL_AT", "")
     if not text:
         return None
@@ -179,5 +181,5 @@ def temporary_folder() -> str:
 
 
 def failpoint_folder(environ: Mapping[str, str] = os.environ) -> str:
-    """``CLOSERANKS_KILL_IN=folder``: a test puts orders to die there while processes run; empty: it does not."""
+    """``CLOSERANKS_KILL_IN=folder``: where a test places kill requests while processes run; empty if it does not."""
     return environ.get("CLOSERANKS_KILL_IN", "")

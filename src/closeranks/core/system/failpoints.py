@@ -1,9 +1,10 @@
-"""Where can a process be made to die, to prove that nothing is lost there?
+"""Failpoints: places where a test can kill a process, to prove that nothing is lost there.
 
-Code that must survive a kill at any moment names its moments: ``point("manifest written")``. Nothing happens unless the
-environment asks for a death at that very label, or names a folder in which somebody outside leaves orders: a file that
-is named like a point is taken by the first process that passes there. Whoever is meant kills itself with SIGKILL, which
-no handler sees. Invariant: without a request a point costs two comparisons; one order costs one life.
+Code that must survive a kill at any moment names its critical points: ``failpoint("manifest written")``. Nothing
+happens unless the environment requests a kill at that label, or names a folder in which a test places kill requests: a
+file named like a failpoint is consumed by the first process that reaches it. That process kills itself with SIGKILL,
+which no handler can catch. Invariant: without a request a failpoint costs two comparisons; one request kills one
+process.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ _DEATH = requested_failpoint()
 _ORDERS = failpoint_folder()
 _SEEN: dict[str, int] = {}
 FAILPOINTS: dict[str, str] = {}
-"""Every label that a module of this process declared, and what it stands for."""
+"""Every label declared by a module of this process, and its meaning."""
 
 
 def declare_failpoint(label: str, meaning: str) -> str:
-    """Name a point once, where the module that passes it is defined; sweeps find them all in ``FAILPOINTS``."""
+    """Declare a failpoint once, in the module that passes it; test sweeps find them all in ``FAILPOINTS``."""
     FAILPOINTS[label] = meaning
     return label
 
 
 def failpoint(label: str) -> None:
-    """Die here if the environment names this label, at its n-th passing (``label`` or ``label:2``), or by an order."""
+    """Kill this process here if the environment names this label, at its n-th passing (``label`` or ``label:2``), or if
+    the folder holds a request for it."""
     if _ORDERS:
         _obey(label)
     if _DEATH is None or _DEATH[0] != label:

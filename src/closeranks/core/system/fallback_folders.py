@@ -1,6 +1,6 @@
-"""Other places for the state of a run that must end while its own folder cannot be written.
+"""Fallback folders for the state of a run that must end while its own folder cannot be written.
 
-Invariants: what is made is new, and readable by this user alone; a place without room is left out. Nothing here raises.
+Invariants: each folder is new, and readable by this user alone; places without room are skipped. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def fallback_roots() -> tuple[str, ...]:
 
 
 def fallback_folders(run: Path, num_bytes: int) -> Iterator[Path]:
-    """Fresh folders that have room for so many bytes, one after the other; one that is not used is the caller's to
-    remove."""
+    """New folders with room for this many bytes, one after the other; the caller removes those it does not use."""
     for base in fallback_roots():
         try:
             room = os.statvfs(base)
@@ -33,6 +32,6 @@ def fallback_folders(run: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def resume_advice(place: Path) -> str:
-    """What to do with a state that lies there."""
+    """Tells the user how to use a state that was saved there."""
     passing = " It is in memory and lost at a reboot: copy it to a disk." if str(place).startswith(_MEMORY) else ""
     return f"Resume via checkpoint.resume={place}.{passing}"

@@ -1,10 +1,10 @@
-"""Memory and sockets of a run that a forked child of the user's code must not keep.
+"""Keeps memory and sockets of a run out of forked children of the user's code.
 
 A fork copies every descriptor and every mapping. A child that outlives its worker (a daemon that calls ``setsid``)
 would hold copies of the training state and connections to other ranks for as long as it lives. Programs that are
 started with ``subprocess`` inherit neither: everything here is close-on-exec. Invariant: after ``close_in_children`` a
-forked child has none of them; the numbers of its descriptors stay taken, by /dev/null, so that whoever closes one there
-later closes nobody else's.
+forked child has none of them; their descriptor numbers stay in use, by /dev/null, so that closing one of them later in
+the child closes nothing else.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _Own.sockets = set()
 
 
 def exclude_from_fork(memory: mmap.mmap) -> mmap.mmap:
-    """The same mapping, which a fork does not copy: a child that touched it would crash, and none of ours does."""
+    """The same mapping, excluded from forks: a child that touched it would crash, and none of ours does."""
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
 @contextmanager
 def track_sockets() -> Iterator[None]:
-    """Sockets that are opened inside, by whatever library, are the run's."""
+    """Sockets opened inside, by any library, are treated as the run's."""
     before = set(_open_files())
     try:
         yield
@@ -45,7 +45,7 @@ def track_sockets() -> Iterator[None]:
 
 
 def close_in_children() -> None:
-    """From now on, in this process. May be called again."""
+    """Close them in every child that this process forks from now on. May be called again."""
     if not _Own.is_registered:
         _Own.is_registered = True
         os.register_at_fork(after_in_child=_give_up)
@@ -61,5 +61,5 @@ def _give_up() -> None:
 
 def _open_files() -> Iterator[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself
             yield int(name), os.readlink(f"/proc/self/fd/{name}")

@@ -1,7 +1,7 @@
-"""What does the kernel do for a process, and tell it of itself?
+"""Linux kernel services for a process: its link to its parent, its name, huge pages, threads and CPU time.
 
 Invariant: from ``die_with_parent`` on, the kernel kills this process when its parent ends, however the parent ends. A
-parent that was gone before the call is noticed, too.
+parent that ended before the call is detected as well.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
-# Loaded once in the zygote: a forked child must not open libraries before it has tied itself to its parent.
+# Loaded once in the zygote: a forked child must not open libraries before it is tied to its parent.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 ORPHANED = 111
-"""Exit status of a process whose parent died before it could tie itself to it; nobody is left to read it."""
+"""Exit status of a process whose parent died before ``die_with_parent``; nobody is left to read it."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask for SIGKILL when the parent ends. ``parent`` is who it should be: checked after, for the race before."""
+    """Ask for SIGKILL when the parent ends. ``parent`` is the expected parent: checked after, to close the race."""
     argument = ctypes.c_ulong(signal.SIGKILL)
     if _LIBC.prctl(_PR_SET_PDEATHSIG, argument, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         code = ctypes.get_errno()
@@ -42,7 +42,7 @@ def set_process_name(name: str) -> None:
 
 
 def set_child_subreaper(wanted: bool) -> bool:
-    """Whether descendants whose parent dies become this process's children, not init's; returns how it was before."""
+    """Whether orphaned descendants become children of this process instead of init's; returns the previous setting."""
     before, nothing = ctypes.c_int(0), ctypes.c_ulong(0)
     _LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), nothing, nothing, nothing)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(wanted), nothing, nothing, nothing)
@@ -50,7 +50,7 @@ def set_child_subreaper(wanted: bool) -> bool:
 
 
 def reap_orphans(known: Collection[int]) -> None:
-    """Let those go who ended, were adopted, and are nobody's to wait for; the ``known`` ones somebody does wait for."""
+    """Reap adopted children that have ended, except the ``known`` ones, which somebody else waits for."""
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -62,14 +62,14 @@ def reap_orphans(known: Collection[int]) -> None:
 
 
 def use_huge_pages() -> int:
-    """Move this process's heap to huge pages, so that forking it and ending a fork cost less; returns the bytes moved.
+    """Move this process's heap to huge pages, which makes forks and their exit cheaper; returns the bytes moved.
 
-    A fork copies one entry of the page table for each page, and its end frees them: for a process that has imported
-    torch (250 MB) that was two thirds of the cost of a fork that does nothing. A kernel before 6.1, or one without huge
+    A fork copies one page-table entry for each page, and its exit frees them: for a process that has imported torch
+    (250 MB) that was two thirds of the cost of a fork that does nothing. A kernel before 6.1, or one without huge
     pages, moves nothing.
     """
     with open("/proc/self/maps") as maps:
-        # Private, writable and of no file: the heap, and what allocators asked for.
+        # Private, writable and anonymous: the heap, and memory that allocators mapped.
         found = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ 0(?: +\[heap\])? *$", maps.read())
     moved = 0
     for first, last in ((int(first, 16), int(last, 16)) for first, last in found):
@@ -87,12 +87,12 @@ def num_threads() -> int:
 
 
 class ThreadClock:
-    """Seconds for which a thread ran or was ready to run; asleep, on a lock or a socket, it stands still.
+    """Seconds for which a thread ran or was runnable; it stops while the thread sleeps, on a lock or a socket.
 
-    Of the thread that makes it: the kernel's figures (schedstat) are the time on a processor and the time in the queue
-    for one. Tried with a quota of a third of a processor: work of 1.1 s then runs 1.1 s and waits 1.8-2.1 s; four
-    processes on two processors run 1.0 s and wait 1.0 s or more each, all alike. A reading costs 2 us. A kernel
-    without these figures gives the time on a processor alone, which shows no quota.
+    For the thread that creates it: the kernel's figures (schedstat) are the time on a processor and the time in the run
+    queue. Measured with a quota of a third of a processor: work of 1.1 s then runs 1.1 s and waits 1.8-2.1 s; four
+    processes on two processors run 1.0 s and wait 1.0 s or more each, all alike. A reading costs 2 us. A kernel without
+    these figures gives the time on a processor alone, which does not show a quota.
     """
 
     def __init__(self) -> None:

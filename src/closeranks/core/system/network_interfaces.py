@@ -1,6 +1,6 @@
-"""Which network interface has an address, and which address would others reach this host by?
+"""Finds the network interface of an address, and the address by which others reach this host.
 
-Invariant: nothing is sent; the kernel's own tables are read.
+Invariant: nothing is sent; only the kernel's own tables are read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from closeranks.core.errors import SetupError
 
 WILDCARDS = ("0.0.0.0", "::", "")
 _FAR = "192.0.2.1"
-"""Of a network that is for documentation alone: the way there is the way anywhere."""
+"""An address from a network reserved for documentation: the route to it is the default route."""
 
 
 def interface_of(host: str) -> str:
-    """The interface of an address of this host, or of a name for one."""
+    """The interface that holds an address of this host, given as an address or a host name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -35,7 +35,7 @@ _FIX = "Set agent.host, or the address to listen on, to one of this machine's ow
 
 
 def own_address() -> str:
-    """The address of this host from which packets to elsewhere leave; loopback where nothing leads away."""
+    """The source address of packets that leave this host; loopback if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_FAR, 9))
@@ -45,7 +45,7 @@ def own_address() -> str:
 
 
 def _first_address() -> str:
-    """Without a default route: of the first interface that is not loopback."""
+    """Without a default route: the address of the first interface that is not loopback."""
     for entries in psutil.net_if_addrs().values():
         for entry in entries:
             if entry.family == socket.AF_INET and not entry.address.startswith("127."):

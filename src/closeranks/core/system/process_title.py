@@ -17,16 +17,16 @@ _PREFIX = "closeranks: "
 
 def set_title(role: str, run: str = "", *, short: str = "") -> None:
     """``closeranks: rank 3 of 8, runs/demo``; ``short``: at most 15 characters for ``top``."""
-    # Without the variable setproctitle takes the place of the environment for long titles.
+    # Without this variable setproctitle overwrites the environment to make room for long titles.
     with suppress(ImportError), temporarily_set("SPT_NOENV", "1"):
         from setproctitle import setproctitle
 
         setproctitle(_PREFIX + ", ".join(filter(None, (role, run))))
-    set_process_name(short or f"cr-{role}")  # after: the other sets it too, to a beginning that all have in common
+    set_process_name(short or f"cr-{role}")  # after: setproctitle sets it too, to a prefix that all share
 
 
 def set_child_title(role: str, parent: int) -> None:
-    """For a helper of another process: ``closeranks: writer, rank 3 of 8, runs/demo``."""
+    """For a helper process of another one: ``closeranks: writer, rank 3 of 8, runs/demo``."""
     title = ""
     with suppress(OSError):
         title = Path(f"/proc/{parent}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")

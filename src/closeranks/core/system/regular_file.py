@@ -1,9 +1,9 @@
-"""Opens files that came from somewhere else, regular files only.
+"""Opens files of unknown origin, regular files only.
 
-A folder that somebody hands over may hold a named pipe, a socket, a device or a link to one of them. Opening a pipe
-waits for ever for its other end, reading ``/dev/zero`` never ends, and opening some devices acts on the hardware.
-Invariant: nothing here blocks, and a descriptor it returns belongs to a regular file; anything else is an ``OSError``
-whose ``strerror`` says what was found.
+A folder from elsewhere may hold a named pipe, a socket, a device or a link to one of them. Opening a pipe blocks until
+its other end is opened, reading ``/dev/zero`` never ends, and opening some devices acts on the hardware. Invariant:
+nothing here blocks, and a descriptor it returns belongs to a regular file; anything else is an ``OSError`` whose
+``strerror`` says what was found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode
     """A descriptor of a regular file; ``flags`` and ``mode`` as for ``os.open``. Links are followed, a loop of them is
     ``ELOOP``."""
     try:
-        regular_stat(path)  # before opening: that alone starts some devices
+        regular_stat(path)  # before opening, which alone triggers some devices
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -48,7 +48,7 @@ def open_binary(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """All of a regular file, which is refused with ``EFBIG`` if it has more than ``most`` bytes."""
+    """All of a regular file; refused with ``EFBIG`` if it has more than ``most`` bytes."""
     with open_binary(path) as file:
         if most is not None and os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))

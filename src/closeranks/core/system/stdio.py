@@ -1,8 +1,9 @@
 """Standard output and standard error for a process that must not fail because nobody reads what it prints.
 
-A run goes on when its terminal is gone, its pipe has no reader or its log is on a full disk; everything is in the run
-folder as well. Invariants: after ``install(required=False)`` no write to ``sys.stdout`` or ``sys.stderr`` raises; after
-``open_closed_stdio`` descriptors 0, 1 and 2 are open, so that no file or socket of ours is ever taken for one of them.
+A run continues when its terminal is gone, its pipe has no reader or its log is on a full disk; everything is in the run
+folder as well. Invariants: after ``install_streams(required=False)`` no write to ``sys.stdout`` or ``sys.stderr``
+raises; after ``open_closed_stdio`` descriptors 0, 1 and 2 are open, so that no file or socket of ours is ever mistaken
+for one of them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 READER_GONE = 141
 """Exit status of a command that ended because nobody reads its output: what a shell shows for SIGPIPE."""
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.EBADF, errno.ENXIO, errno.ENODEV})
-"""The reader will not come back. Anything else, such as a full disk, may pass: later writes are tried again."""
+"""The reader will not come back. Any other error, such as a full disk, may be temporary: later writes are tried."""
 
 
 class StandardStream(io.RawIOBase):
-    """One standard stream. ``required``: a write that fails raises, and whoever called ends. Otherwise it is dropped.
+    """One standard stream. ``required``: a write that fails raises, which ends the caller. Otherwise it is dropped.
 
-    ``patience_s``: how long a reader that is there but does not read (a stopped terminal, a stalled ssh connection, a
-    pager) may hold this process up; what it misses is counted and said when it reads again.
+    ``patience_s``: how long a reader that is connected but does not read (a stopped terminal, a stalled ssh connection,
+    a pager) may block this process; the bytes it misses are counted and reported when it reads again.
     """
 
     def __init__(self, fd: int, *, required: bool, patience_s: float | None = None) -> None:
@@ -62,7 +63,7 @@ class StandardStream(io.RawIOBase):
             if self._num_missed:
                 self._tell_missed()
             self._write_all(piece)
-        except BlockingIOError:  # the reader is there, and does not read
+        except BlockingIOError:  # a reader is connected but does not read
             self._num_missed += len(piece)
         except OSError as error:
             self._lose(error)
@@ -78,7 +79,7 @@ class StandardStream(io.RawIOBase):
                     raise
 
     def _wait(self, until: float | None) -> bool:
-        """For room to write; one who kept us waiting in vain is not waited for again until it reads."""
+        """Wait for room to write; after a wait in vain, do not wait again until the reader reads."""
         if self._num_missed:
             return False
         poller = select.poll()
@@ -104,7 +105,7 @@ class StandardStream(io.RawIOBase):
 
 
 def open_closed_stdio() -> None:
-    """Standard descriptors that were closed by whoever started us (``>&-``) become /dev/null."""
+    """Standard descriptors that the parent process closed (``>&-``) become /dev/null."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -115,7 +116,7 @@ def open_closed_stdio() -> None:
 def install_streams(
     names: Iterable[str] = ("stdout", "stderr"), *, required: bool, patience_s: float | None = None
 ) -> None:
-    """Put an ``Output`` under ``sys.stdout`` and ``sys.stderr``; streams that somebody has replaced (a notebook, a
+    """Put a ``StandardStream`` under ``sys.stdout`` and ``sys.stderr``; streams that were replaced (by a notebook, by a
     test) are left alone. Safe to call again."""
     open_closed_stdio()
     for name in names:
@@ -127,7 +128,7 @@ def install_streams(
 
 
 def ignore_broken_pipes(patience_s: float | None = None) -> None:
-    """From now on nobody who stops reading our output can end this process."""
+    """From now on this process survives when its output is no longer read."""
     install_streams(required=False, patience_s=patience_s)
 
 
@@ -158,8 +159,8 @@ def _redirect_to_null(fd: int) -> None:
 
 
 def _nonblocking(fd: int) -> int:
-    """The same terminal or pipe, opened again: the flag belongs to the open file, which others share. Files never
-    stall, and sockets cannot be opened again: those stay as they are."""
+    """The same terminal or pipe, opened again: the flag belongs to the open file, which other processes share. Files
+    never block, and sockets cannot be opened again: those stay as they are."""
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISFIFO(mode) or (stat.S_ISCHR(mode) and os.isatty(fd))):
         return fd

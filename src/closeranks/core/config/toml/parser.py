@@ -1,8 +1,8 @@
-"""What does a job file say, and where is it not TOML?
+"""Parses a job file and reports where it is not valid TOML.
 
-Invariant: a broken file gives every broken line it is safe to look past, each in plain words with its line and column,
-not only the first. A line is looked past only when it is a ``key = value`` of its own, so that no later complaint is
-an echo.
+Invariant: a broken file yields every broken line that can be skipped safely, each in plain words with its line and
+column, not only the first. A line is skipped only if it is a complete ``key = value``, so that no later problem is a
+consequence of skipping it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LONGEST_SHOWN = 70
 
 @dataclass(frozen=True, slots=True)
 class JobText:
-    """A job file as read: its values, the line of each place, and what could not be read."""
+    """A job file as read: its values, the line of each place, and the problems found."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     is_whole: bool = True
-    """False where the rest of the file makes no sense without the broken part."""
+    """False if the rest of the file makes no sense without the broken part."""
 
 
 @dataclass(frozen=True, slots=True)
 class TomlError:
-    """One thing the TOML reader stumbled over."""
+    """One syntax error that the TOML reader reported."""
 
     message: str
     line: int
@@ -44,7 +44,7 @@ class TomlError:
     """The text of that line."""
     statement: TomlStatement
     earlier_line: int
-    """Where the same key or table stands already; 0 if nowhere."""
+    """The line where the same key or table already occurs; 0 if it does not."""
 
     @property
     def rest(self) -> str:
@@ -62,7 +62,7 @@ ProblemWords = tuple[str, str]
 
 
 def read_toml(text: str, name: str) -> JobText:
-    """Parse a job file, looking past broken lines as far as is safe."""
+    """Parse a job file, skipping broken lines as far as is safe."""
     lines = lines_of(statements(text))
     problems: list[Problem] = []
     rest = text
@@ -105,7 +105,7 @@ def _fault(text: str, message: str) -> TomlError:
 
 
 def _end(found: list[TomlStatement], sources: list[str]) -> tuple[int, int]:
-    """Without a position the reader ran to the end: the first statement that cannot stand alone made it run."""
+    """No position: the reader ran to the end. The cause is the first statement that does not parse on its own."""
     line = next((s.last_line for s in found if not _can_stand_alone(s)), found[-1].last_line if found else 1)
     return line, len(sources[line - 1]) + 1
 
@@ -119,7 +119,7 @@ def _can_stand_alone(statement: TomlStatement) -> bool:
 
 
 def _opening(statement: TomlStatement, sources: list[str]) -> tuple[int, int]:
-    """An opening without its close is found late; people look for it where it opens."""
+    """A bracket or quote that is never closed is detected late; report it where it opens."""
     source = sources[statement.first_line - 1]
     after_key = source.find("=") + 1
     return statement.first_line, after_key + len(source[after_key:]) - len(source[after_key:].lstrip()) + 1

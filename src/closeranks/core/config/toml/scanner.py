@@ -1,8 +1,8 @@
-"""On which line of a job file does each key stand?
+"""Finds the line on which each key of a job file stands.
 
-The TOML reader of the standard library forgets lines, so this scanner finds them again: it knows just enough of TOML
-to tell statements apart (quotes, brackets, comments). Invariant: it never fails, on broken text either; what it cannot
-place falls back to the line of the table around it.
+The TOML reader of the standard library does not report lines, so this scanner recovers them: it knows just enough of
+TOML to separate statements (quotes, brackets, comments). Invariant: it never fails, not even on broken text; a key it
+cannot locate falls back to the line of the enclosing table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TomlToken:
     text: str
     start: int
     depth: int
-    """How many brackets are open around it; a bracket itself stands outside."""
+    """How many brackets are open around it; a bracket itself is not counted as inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TomlStatement:
     first_line: int
     last_line: int
     place: str = ""
-    """The dotted key it sets; empty where it has none that could be read."""
+    """The dotted key it sets; empty if none could be read."""
 
     @property
     def is_header(self) -> bool:
@@ -57,7 +57,7 @@ class TomlStatement:
 
 
 def tokens(text: str) -> Iterator[TomlToken]:
-    """Quoted text, comments, brackets and words, in order; joined they are the text again."""
+    """Quoted text, comments, brackets and words, in order; concatenated they are the text again."""
     depth = 0
     for match in _TOKEN.finditer(text):
         change = _BRACKETS.get(match.group(), 0)
@@ -67,7 +67,7 @@ def tokens(text: str) -> Iterator[TomlToken]:
 
 
 def statements(text: str) -> list[TomlStatement]:
-    """Every statement of a job file with its place; blank lines and comments are left out."""
+    """Every statement of a job file with its line; blank lines and comments are left out."""
     arrays: dict[Parts, int] = {}
     table: Parts = ()
     found: list[TomlStatement] = []
@@ -83,7 +83,7 @@ def statements(text: str) -> list[TomlStatement]:
 
 
 def lines_of(found: list[TomlStatement]) -> dict[str, int]:
-    """The line of each place that has a statement of its own, the first where it has several."""
+    """The line of each place that has its own statement; the first one if it has several."""
     lines: dict[str, int] = {}
     for statement in found:
         lines.setdefault(statement.place, statement.first_line)
@@ -108,7 +108,7 @@ def _split(text: str) -> Iterator[TomlStatement]:
 
 
 def _header_parts(text: str, arrays: dict[Parts, int]) -> Parts:
-    """The place of ``[a.b]`` or ``[[a.b]]``; a path through an array of tables means its last element."""
+    """The place of ``[a.b]`` or ``[[a.b]]``; a path through an array of tables refers to its last element."""
     match = _HEADER.fullmatch(text)
     names = split_key(match.group(2)) if match else ()
     parts: Parts = ()

@@ -1,8 +1,8 @@
-"""How is a resolved job written down as TOML?
+"""Writes a resolved job as TOML.
 
-The standard library reads TOML but does not write it; tomlkit does, and is imported where something is written.
+The standard library reads TOML but does not write it; tomlkit does, and is imported only when something is written.
 Invariant: what ``dump_toml`` writes loads back equal; a value that TOML cannot hold is a ``UserError`` that names its
-place, never a quiet change.
+place, never a silent change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Parts = tuple[str | int, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HALF = re.compile("[\ud800-\udfff]")
-"""Of a surrogate pair: no character."""
+"""Halves of surrogate pairs, which are not characters."""
 
 
 def dotted_key(parts: Iterable[str | int]) -> str:
-    """The name of a place: ``optim.groups.0.pattern``; a key that is not bare stands in quotes."""
+    """The name of a place: ``optim.groups.0.pattern``; a key that is not bare is quoted."""
     return ".".join(_key(str(part)) for part in parts)
 
 
@@ -48,7 +48,7 @@ def _key(key: str) -> str:
 
 
 def _plain(value: Any, parts: Parts) -> Any:
-    """What tomlkit knows how to write, of the same meaning."""
+    """An equivalent value that tomlkit can write."""
     if isinstance(value, ConfigTable):
         return {key: _plain(part, (*parts, key)) for key, part in _said(value)}
     if isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def _plain(value: Any, parts: Parts) -> Any:
 
 
 def _said(table: ConfigTable) -> Iterable[tuple[str, Any]]:
-    """TOML has no null, so None is said by silence, which only works where None is also the default."""
+    """TOML has no null, so None is written by omitting the key, which works only where None is also the default."""
     for key, field in type(table).model_fields.items():
         value = getattr(table, key)
         if value is not None or field.get_default(call_default_factory=True, validated_data={}) is not None:

@@ -1,7 +1,7 @@
-"""How are a job's types and values said in plain words?
+"""Describes the types and values of a job in plain words, for error messages.
 
-Invariant: no word of Python or of the validation library reaches a person; every example shown is a value that would be
-accepted at that place, as far as its type goes.
+Invariant: no term of Python or of the validation library reaches the user; every example shown is a value whose type
+would be accepted at that place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _YES_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "
 
 
 def describe_expected(options: tuple[TypeOption, ...]) -> str:
-    """What may stand at a place: ``a whole number``, ``an array of 2 numbers``."""
+    """What a place accepts: ``a whole number``, ``an array of 2 numbers``."""
     kinds = [option.type for option in options]
     known = [option for option in options if not (option.type is int and float in kinds)]
     return " or ".join(dict.fromkeys(_expected(option) for option in known)) or "no value"
@@ -65,7 +65,7 @@ def _array(option: TypeOption) -> str:
 
 @singledispatch
 def describe_given(value: Any) -> str:
-    """What stands there instead: ``the text 'many'``."""
+    """What was given instead: ``the text 'many'``."""
     return f"{value!r}"
 
 
@@ -112,7 +112,7 @@ def _(value: None) -> str:
 
 
 def example_value(spot: SchemaNode, value: Any = None) -> str:
-    """A value that would do, as TOML: the one that was meant if it can be told, else the default, else a sample."""
+    """An acceptable value, as TOML: the one probably meant if it can be guessed, else the default, else a sample."""
     for found in (_meant(spot, value), _declared(spot), _sample(spot.options)):
         if found is not None and found != ():
             return format_value(found)
@@ -120,7 +120,7 @@ def example_value(spot: SchemaNode, value: Any = None) -> str:
 
 
 def _declared(spot: SchemaNode) -> Any:
-    """The field's own example or default; an element of an array has none, the field's is the whole array."""
+    """The field's own example or default. An element of an array has none, since the field's is the whole array."""
     if spot.field is None or (spot.parts and isinstance(spot.parts[-1], int)):
         return None
     if spot.field.examples:

@@ -1,7 +1,7 @@
-"""What can be said across tables while some of them are broken?
+"""Runs checks across tables while some of the tables are invalid.
 
-Invariant: a check sees only tables that validated; one that reaches for a broken table is skipped, and no other error
-of a check is hidden.
+Invariant: a check sees only tables that validated; one that accesses an invalid table is skipped, and no other error of
+a check is hidden.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_partial_checks(
     checks: Sequence[Callable[[T], Iterable[Problem]]],
     problems: Iterable[Problem],
 ) -> list[Problem]:
-    """What the checks find that need none of the broken tables."""
+    """The problems found by the checks that need none of the invalid tables."""
     if not checks:
         return []
     broken = {problem.place.partition(".")[0] for problem in problems}
@@ -43,10 +43,10 @@ def run_partial_checks(
 def without_follow_on_problems(
     model: type[ConfigTable], problems: Iterable[Problem], broken: set[str]
 ) -> list[Problem]:
-    """The problems that do not merely follow from lines which were not TOML and were looked past.
+    """Drop problems that merely follow from skipped lines that were not valid TOML.
 
-    Such a key is not missing, its table as a whole cannot be judged, and where it chooses the kind of a table nothing
-    can be said of the other keys.
+    A key on such a line is not missing, its table as a whole cannot be judged, and if the key selects the kind of a
+    table, nothing can be said about the other keys.
     """
     vague = {place for place in broken if _chooses_kind(model, place)}
     tables = {place.rpartition(".")[0] for place in vague}
@@ -66,7 +66,7 @@ def _chooses_kind(model: type[ConfigTable], place: str) -> bool:
 
 
 def _sound_part(model: type[T], values: Mapping[str, Any], broken: set[str]) -> T:
-    """A job without its broken tables: asking for one of those is an AttributeError on the job itself."""
+    """A job without its invalid tables: accessing one of those is an AttributeError on the job itself."""
     sound: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if name in broken:

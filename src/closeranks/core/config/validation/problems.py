@@ -1,7 +1,7 @@
-"""What is wrong with a job, in words that a stranger understands?
+"""Turns the errors of the validation library into ``Problem``s that a newcomer understands.
 
-Turns the errors of the validation library into ``Problem``s. Invariant: one problem per place, each with what is wrong
-and how to mend it; union tags and type names of the library never show.
+Invariant: one problem per place, each with what is wrong and how to fix it; union tags and type names of the library
+never appear.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from closeranks.core.errors import Problem, UserError
 from closeranks.core.registry import closest_match
 
 _MAX_ERRORS = 50
-"""Nobody reads more of them, and finding words for each takes a while."""
+"""Nobody reads more of them, and wording each one takes time."""
 
 
 @dataclass(frozen=True, slots=True)
 class InvalidValue:
-    """One validation error, with what the model says of its place."""
+    """One validation error, with the schema of its place."""
 
     kind: str
     node: SchemaNode
@@ -43,7 +43,7 @@ class InvalidValue:
         return self.node.place
 
     def write(self, value: str, place: str = "") -> str:
-        """How to set a place where this one was set; a file cannot name an element of an array, so it is `there`."""
+        """How to set a place in the source that set this one. A file cannot name an array's element: it is `there`."""
         if not value:
             return ""
         if self.source == "command line":
@@ -59,11 +59,11 @@ class ProblemText:
     what: str
     fix: str = ""
     place: str | None = None
-    """Where it differs from the place of the error."""
+    """Set if it differs from the place of the error."""
 
 
 def problems_of(model: type[ConfigTable], errors: Sequence[ErrorDetails], tree: ConfigTree) -> list[Problem]:
-    """One problem per place, the most telling one where a union of types gave several."""
+    """One problem per place: the most informative one if a union of types gave several."""
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS)[:_MAX_ERRORS]:
         spot = node_of_error(model, error["loc"])
@@ -115,7 +115,7 @@ def _needed_keys(spot: SchemaNode) -> str:
 
 
 def _help(spot: SchemaNode) -> str:
-    """The first line of the field's docstring, to stand inside a sentence."""
+    """The first line of the field's docstring, for use inside a sentence."""
     text = (spot.field.description or "").strip().split("\n")[0].rstrip(".") if spot.field else ""
     text = text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
     return f" ({text})" if text else ""
@@ -146,7 +146,7 @@ def _header(spot: SchemaNode) -> str:
 
 
 def _variant(owner: SchemaNode, fault: InvalidValue) -> str:
-    """A table of several kinds has the keys of the kind that its tag key chose."""
+    """A table of several kinds has the keys of the kind that its tag key selected."""
     whole = node_at(fault.model, owner.parts)
     if len(whole.tables) < 2:
         return ""
@@ -156,7 +156,7 @@ def _variant(owner: SchemaNode, fault: InvalidValue) -> str:
 
 
 def _given_at(values: Any, parts: Parts) -> Any:
-    """What the job says at a place; None where it says nothing."""
+    """The job's value at a place; None if it sets none."""
     for part in parts:
         try:
             values = values[part]
@@ -223,7 +223,7 @@ def _wrong_length(fault: InvalidValue) -> ProblemText:
 
 
 def _own_words(fault: InvalidValue) -> ProblemText:
-    """A validator of a config model speaks for itself: its first sentence is what, the rest how to mend it."""
+    """A validator of a config model words its own message: the first sentence is the problem, the rest is the fix."""
     text = str(fault.details.get("error") or fault.message).strip()
     what, _, fix = text.partition(". ")
     key = fault.node.tag_key

@@ -1,7 +1,6 @@
-"""Which keys may stand in which table of a job, and what may each hold?
+"""Derives from the config models which keys each table of a job may have, and what each key accepts.
 
-Reads the type annotations of the config models. Invariant: nothing here looks at values, so what is said of a place
-holds for every job.
+Reads the type annotations of the models. Invariant: nothing here looks at values, so the answers hold for every job.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class TypeOption:
 
     @property
     def is_fixed_array(self) -> bool:
-        """A tuple of so many elements, such as a pair."""
+        """A tuple of a fixed length, such as a pair."""
         return get_origin(self.type) is tuple and Ellipsis not in get_args(self.type)
 
     @property
@@ -53,7 +52,7 @@ class TypeOption:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A place in the model: what may stand there, the field that declares it, the place around it.
+    """A place in the model: the types it accepts, the field that declares it, the enclosing place.
 
     No options: there is no such place.
     """
@@ -85,8 +84,8 @@ class SchemaNode:
 
     @property
     def tag_key(self) -> str:
-        """The key that chooses among the tables of a union: the one they share that some of them pin to literals of
-        their own. One that has the same choices in several tables tells nothing apart."""
+        """The key that selects among the tables of a union: the one they share and that some of them pin to literals of
+        their own. A key with the same choices in several tables does not discriminate."""
         for key in self.keys:
             fields = [table.model_fields.get(key) for table in self.tables]
             pinned = [choice for field in fields if field for choice in TypeOption(field.annotation).choices]
@@ -95,7 +94,7 @@ class SchemaNode:
         return "name"
 
     def child(self, key: str | int) -> SchemaNode:
-        """The place under a key or index, whichever members of a union have it."""
+        """The place under a key or index, in whichever members of a union have it."""
         found: list[TypeOption] = []
         field = self.field
         for option in self.options:
@@ -105,7 +104,7 @@ class SchemaNode:
         return SchemaNode((*self.parts, key), tuple(dict.fromkeys(found)), field, self)
 
     def select_member(self, label: str | int) -> SchemaNode:
-        """The one member of a union that a validation error names."""
+        """The member of a union that a validation error names."""
         named = tuple(option for option in self.options if label in _labels(option, self.tag_key))
         return SchemaNode(self.parts, named or self.options, self.field, self.owner)
 
@@ -123,7 +122,7 @@ def node_at(model: type[ConfigTable], parts: Parts) -> SchemaNode:
 
 
 def node_of_error(model: type[ConfigTable], location: Sequence[str | int]) -> SchemaNode:
-    """The place that a validation error names: pydantic puts the tried member of each union into its location."""
+    """The place that a validation error names: pydantic includes the tried member of each union in its location."""
     spot = root_node(model)
     steps = iter(location)
     for step in steps:
@@ -137,7 +136,7 @@ def node_of_error(model: type[ConfigTable], location: Sequence[str | int]) -> Sc
 
 
 def options_of(annotation: Any) -> tuple[TypeOption, ...]:
-    """The members of a union in order, aliases and ``Annotated`` unwrapped; None is left out, as TOML cannot say it."""
+    """The members of a union in order, aliases and ``Annotated`` unwrapped; None is left out: TOML has no null."""
     if annotation is None or annotation is type(None):
         return ()
     if hasattr(annotation, "__value__"):
@@ -162,7 +161,7 @@ def tables_under(spot: SchemaNode) -> Iterator[SchemaNode]:
 
 
 def _element(option: TypeOption, key: str | int) -> Any:
-    """What an array or mapping holds under a key; None where it holds nothing there."""
+    """The type an array or mapping holds under a key; None if it holds nothing there."""
     arguments = get_args(option.type)
     if option.type is Any:
         return Any
