@@ -1,7 +1,7 @@
-"""How do bytes get to a disk so that they are there afterwards?
+"""Writes bytes to a disk durably.
 
-Everything a file or folder needs to survive a power cut: written, fsynced, its name fsynced in its folder. Invariant:
-what a function here returned from is durable. Writing and reading release the GIL.
+Everything a file or folder needs to survive a power cut: the data is written and fsynced, and its name is fsynced in
+its folder. Invariant: once a function here returns, its effect is durable. Writing and reading release the GIL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.storage.errors import disk_error
 from closeranks.storage.protocol import Bytes, FullError, StorageError
 
 WINDOW_BYTES = 8 << 20
-"""One system call writes at most this much, and the kernel is then told to start on it."""
+"""One system call writes at most this much, after which the kernel is asked to start writeback."""
 CHUNK_WRITTEN = declare_failpoint("data chunk written", "a data file on a disk is partly written")
 DATA_DURABLE = declare_failpoint("data file durable", "a data file on a disk is complete and fsynced")
 
@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes names durable: of files made, renamed or removed in it."""
+    """Makes names durable: those of files created, renamed or removed in it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -35,7 +35,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """With its parents, each made durable in its own."""
+    """Creates it with its parents, each made durable in its own parent."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -47,14 +47,14 @@ def make_folder(path: Path) -> None:
 
 
 def write_all(fd: int, data: Bytes) -> None:
-    """A write may take less than it is given: a signal, a quota, more than 2 GiB."""
+    """Loops, since one write may be short: a signal, a quota, more than 2 GiB."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[os.write(fd, rest[:WINDOW_BYTES]) :]
 
 
 def read_range(fd: int, start: int, num_bytes: int) -> bytes:
-    """What is there of the range: fewer bytes at the end of the file."""
+    """The bytes of the range that exist: fewer at the end of the file."""
     first = os.pread(fd, num_bytes, start)
     if not first or len(first) == num_bytes:
         return first
@@ -67,9 +67,9 @@ def read_range(fd: int, start: int, num_bytes: int) -> bytes:
 
 
 def read_from_medium(fd: int, chunk_bytes: int) -> Iterator[bytes]:
-    """All of a file past the page cache: what is cached is dropped first, and again behind the reader, so that this
-    neither believes the writer's memory nor pushes training's own data out. Only clean pages can be dropped, hence the
-    fsync. The chunk after the one handed out is already being fetched by the kernel."""
+    """Yields a whole file, bypassing the page cache: cached pages are dropped first, and again behind the reader, so
+    that this neither trusts the writer's memory nor evicts training's own data. Only clean pages can be dropped, hence
+    the fsync. While a chunk is processed the kernel already fetches the next one."""
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -85,10 +85,10 @@ def read_from_medium(fd: int, chunk_bytes: int) -> Iterator[bytes]:
 
 
 class DiskSink:
-    """A data file under its final name: it counts only once a manifest says so.
+    """A data file under its final name; it is not part of a checkpoint until a manifest lists it.
 
-    The kernel is asked to start writing each window out as it comes, or all of it waits for the fsync of ``close``,
-    which then takes as long as the whole file.
+    The kernel is asked to start writeback of each window as it comes; otherwise all of it waits for the fsync of
+    ``close``, which then takes as long as the whole file.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -98,7 +98,7 @@ class DiskSink:
         self._fd = -1
         try:
             make_folder(path.parent)
-            # A new file: somebody may still read the old one, or hold a link to it.
+            # A new file: a process may still read the old one, or hold a link to it.
             path.unlink(missing_ok=True)
             self._check_room()
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -106,7 +106,7 @@ class DiskSink:
             raise disk_error(error, "creating", path) from error
 
     def _check_room(self) -> None:
-        """Refused before gigabytes are written in vain; a file system that tells no sizes (some of FUSE) may try."""
+        """Fails before gigabytes are written in vain; a file system that reports no sizes (some of FUSE) may try."""
         room = os.statvfs(self._path.parent)
         free_bytes = room.f_bavail * room.f_frsize
         if room.f_blocks and free_bytes < self._num_bytes:
@@ -119,7 +119,7 @@ class DiskSink:
         try:
             while rest:
                 count = os.write(self._fd, rest[:WINDOW_BYTES])
-                # Only a hint: where the file system knows no such thing the fsync does it all.
+                # Only a hint: if the file system does not support it, the fsync does all the work.
                 _LIBC.sync_file_range(
                     self._fd,
                     ctypes.c_int64(self._written),
@@ -136,7 +136,7 @@ class DiskSink:
         if self._written != self._num_bytes:
             raise StorageError(f"{self._path} got {self._written} bytes instead of {self._num_bytes}")
         try:
-            # Never twice: after a failed fsync the kernel calls the lost pages clean, and a second one succeeds.
+            # Never twice: after a failed fsync the kernel marks the lost pages clean, and a second fsync succeeds.
             os.fsync(self._fd)
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -152,4 +152,4 @@ class DiskSink:
                 os.close(fd)
             self._path.unlink(missing_ok=True)
         except OSError:
-            return  # the disk that failed the save fails this too; without a manifest the file counts for nothing
+            return  # the disk that failed the save fails this too; without a manifest the file is ignored

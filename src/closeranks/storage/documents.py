@@ -1,7 +1,8 @@
-"""How is a small document written so that no damage to it passes unseen?
+"""Seals small documents with a digest, so that no damage to them goes unnoticed.
 
-One line says what it is and the BLAKE3 of the rest; the rest is JSON. Invariant: every byte of a sealed document
-counts: a flipped bit anywhere, in the first line too, is refused, and so is a document of another kind or version.
+The first line holds the kind and the BLAKE3 digest of the rest; the rest is JSON. Invariant: every byte of a sealed
+document is covered: a flipped bit anywhere, the first line included, is refused, and so is a document of another kind
+or version.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class UnsoundDocument(Exception):
-    """A document that is not what it should be; ``str`` is one sentence without its end."""
+    """A document that is damaged or of the wrong kind; ``str`` is one sentence without its full stop."""
 
     is_newer = False
-    """Whether a later program would read it."""
+    """Whether a newer version of the program would read it."""
 
 
 def seal(kind: str, body: Any, version: int) -> bytes:
@@ -30,7 +31,7 @@ def seal(kind: str, body: Any, version: int) -> bytes:
 
 
 def unseal(kind: str, data: bytes, name: str, version: int) -> Any:
-    """The body, or ``UnsoundDocument`` that calls the document ``name``; versions up to ``version`` are read."""
+    """The body, or ``UnsoundDocument`` that refers to the document as ``name``; versions up to ``version`` are read."""
     line, newline, text = data.partition(b"\n")
     try:
         first = json.loads(line)
@@ -55,10 +56,10 @@ def unseal(kind: str, data: bytes, name: str, version: int) -> Any:
 
 
 def parse_plain(text: bytes) -> Any:
-    """JSON as ``seal`` writes it. ``ValueError``: a key that stands twice, a number that is not finite, a string that
-    is no Unicode text (a lone surrogate), or no JSON at all."""
+    """JSON as ``seal`` writes it. ``ValueError``: a duplicate key, a number that is not finite, a string that is not
+    Unicode text (a lone surrogate), or not JSON at all."""
     found = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
-    if _SURROGATE.search(text):  # looked at only where an escape of one stands: documents may have millions of values
+    if _SURROGATE.search(text):  # a quick test for an escaped surrogate first: documents may have millions of values
         json.dumps(found, ensure_ascii=False).encode()
     return found
 

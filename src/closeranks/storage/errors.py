@@ -1,8 +1,8 @@
-"""What does an error of a disk or an object store mean: try again, or tell whom what?
+"""Classifies errors of disks and object stores: whether to retry, and what to tell the user.
 
-Pure: from the exception to a verdict. Object stores are judged by what their answer says (HTTP status, error code) and
-by the names of exception classes, so that no client library is imported here. Invariants: what a store might do
-differently a moment later is retried, a refusal never is; every sentence names the place it happened at.
+Pure: from the exception to a verdict. Errors of object stores are classified by the response (HTTP status, error code)
+and by the names of exception classes, so that no client library is imported here. Invariants: an error that may be gone
+a moment later is retried, a refusal never is; every message names the place where it happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from closeranks.storage.protocol import (
 
 
 class UnknownUploadError(StorageError):
-    """The store knows no such upload: it was joined or given up already, or the store lost it in a restart."""
+    """The store knows no such upload: it was already completed or aborted, or the store lost it in a restart."""
 
 
 _KIND_OF_ERRNO: dict[int, type[StorageError]] = {
@@ -76,13 +76,13 @@ _PASSING_CODES = frozenset(
         "RequestTimeout",
         "OperationAborted",
         "ConditionalRequestConflict",
-        # The bytes were damaged or cut on their way: the same part again is the remedy.
+        # The bytes were damaged or truncated in transit: sending the same part again is the remedy.
         "BadDigest",
         "XAmzContentSHA256Mismatch",
         "IncompleteBody",
     )
 )
-# Class names, of botocore, aiohttp, urllib3 and their like.
+# Class names of botocore, aiohttp, urllib3 and similar libraries.
 _PASSING_CLASSES = frozenset(
     (
         "HTTPClientError",
@@ -135,14 +135,14 @@ _WORDS_OF_KIND: dict[type[StorageError], str] = {
 
 
 def disk_error(error: OSError, doing: str, path: object) -> StorageError:
-    """``doing`` is a phrase: ``writing``, ``reading``."""
+    """``doing`` is a gerund for the message: ``writing``, ``reading``."""
     code = error.errno or 0
     kind = _KIND_OF_ERRNO.get(code, StorageError)
     return kind(f"{doing} {path} failed: {_WORDS_OF_ERRNO.get(code, error.strerror or str(error))}")
 
 
 def store_error(error: Exception, doing: str, url: str) -> StorageError:
-    """The same for whatever a remote file system raised."""
+    """The same for any exception that a remote file system raised."""
     error = _meant(error)
     kind = _store_kind(error)
     words = _WORDS_OF_KIND.get(kind, "")
@@ -153,7 +153,7 @@ def store_error(error: Exception, doing: str, url: str) -> StorageError:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the store may answer otherwise if it is asked again in a moment."""
+    """Whether the same request may succeed if it is repeated in a moment."""
     error = _meant(error)
     if _code(error) in _PASSING_CODES or _status(error) in _PASSING_STATUS:
         return True
@@ -172,7 +172,7 @@ def _store_kind(error: Exception) -> type[StorageError]:
 
 
 def _meant(error: Exception) -> Exception:
-    """fsspec calls whatever keeps it from a file of a web server a file that is not there; the cause knows better."""
+    """fsspec reports any failure to open a file of a web server as a missing file; the cause has the real error."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -193,7 +193,7 @@ def _class_names(error: Exception) -> frozenset[str]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Client libraries wrap: the answer of the store hangs on one of the causes."""
+    """Client libraries wrap exceptions: the store's response is attached to one of the causes."""
     here: BaseException | None = error
     while here is not None:
         yield here
@@ -201,7 +201,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _code(error: Exception) -> str:
-    """The store's own word for it: ``SlowDown``, ``NoSuchKey``."""
+    """The store's own error code: ``SlowDown``, ``NoSuchKey``."""
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
@@ -210,14 +210,14 @@ def _code(error: Exception) -> str:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status, wherever the client library keeps it; 0 where there was no answer.
+    """The HTTP status, wherever the client library keeps it; 0 if there was no response.
 
-    Numbers are believed on the error itself only: aiohttp hangs a 400 of its own making on a body that was cut.
+    Only attributes of the error itself are used: aiohttp attaches a 400 of its own to a truncated body.
     """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    # One at a time: aiohttp warns whoever looks at its `code`.
+    # One at a time: aiohttp warns on access to `code`.
     values = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     return next((value for value in values if isinstance(value, int) and 400 <= value < 600), 0)

@@ -1,19 +1,19 @@
-"""How is a store without locks held by one process alone?
+"""Leases: one process holds a store exclusively, without locks in the store.
 
-Every process that wants it leaves a lease of its own in a folder (``.lock/`` for a save or a prune, ``.owner/`` for as
-long as a run lives) and then looks for others:
+Every process that wants the store writes a lease of its own into a folder (``.lock/`` for a save or a prune,
+``.owner/`` for the life of a run) and then checks for others:
 
-    1. look: a living lease of somebody else -> not now
-    2. write mine
-    3. look again: a living lease of somebody else -> take mine away, not now
-    4. it is mine; a thread renews the lease until it is given back
+    1. list: a live lease of another process -> not acquired
+    2. write own lease
+    3. list again: a live lease of another process -> remove own lease, not acquired
+    4. acquired; a thread renews the lease until it is released
 
-Invariant: of two that both wrote before they looked again, at least one sees the other, so never two hold it; a store
-needs no conditional writes for this, only listings that show what was written, which object stores give today.
-A lease is dead if its time has passed by the clock here *and* it was not renewed while this process watched for a
-renewal: a clock that runs ahead alone takes nothing away from a living holder. One whose holder was a process
-of this host is dead at once when that process is gone. A store whose listing does not show what was just written is
-refused: two processes there would not see each other.
+Invariant: of two processes that both wrote before they listed again, at least one sees the other, so two never hold the
+store at once. This needs no conditional writes, only listings that are consistent with earlier writes, which object
+stores provide today. A lease is dead if it has expired by the local clock *and* was not renewed while this process
+watched for a renewal: a clock that runs ahead cannot by itself take a lease from a live holder. If the holder was a
+process of this host, its lease is dead as soon as that process is gone. A store whose listing does not show what was
+just written is refused: two processes there would not see each other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from closeranks.storage.protocol import DeniedError, MissingError, Storage, Stor
 
 _LOG = logging.getLogger(__name__)
 _HELD: dict[str, Storage] = {}
-"""The leases of this process by their names, those that it is about to take among them."""
+"""The leases of this process by name, including those it is about to acquire."""
 _CHANGED = threading.Condition()
 _LEAVE_S = 10.0
 _FAR_S = 3600.0
@@ -50,7 +50,7 @@ _LAST_MOMENT = 253402300800.0
 
 
 class StaleListingError(StorageError):
-    """The place cannot be held by one process alone."""
+    """The store cannot be held exclusively, since its listings are stale."""
 
     is_final = True
 
@@ -59,7 +59,7 @@ class StaleListingError(StorageError):
 class LeaseTimes:
     renew_s: float = 15.0
     lease_s: float = 60.0
-    """From each renewal on; several renewals may fail before it passes."""
+    """Counted from each renewal; several renewals may fail before it expires."""
     poll_s: float = 0.5
 
     @property
@@ -75,30 +75,30 @@ class Lease:
     host: str = ""
     pid: int = 0
     began: int = 0
-    """When that process did, in ticks since the host booted: numbers of processes are used again."""
+    """Start time of that process, in ticks since the host booted: process ids are reused."""
     since: float = 0.0
-    """Unix time at which it was asked for."""
+    """Unix time at which it was requested."""
     command: str = ""
-    """What was typed to start its holder."""
+    """The command line of its holder."""
 
     @property
     def holder(self) -> str:
-        """For people: who, since when, started how."""
+        """For messages: who holds it, since when, and with which command line."""
         since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}" if self.since else ""
         return f"{self.owner}{since}" + (f" ({self.command})" if self.command else "")
 
     @property
     def boot(self) -> str:
-        """Which start of which machine its holder runs in, containers there included; empty where unknown."""
+        """Identifies the boot of the machine that its holder runs on, shared by its containers; empty if unknown."""
         return [*self.host.split(), "", ""][1]
 
     def is_valid(self, now: float) -> bool:
-        """Whether its time has not passed; one that ends in a far future was not written by us, or by a wrong clock."""
+        """Whether it has not expired. An expiry in the far future is foreign, or comes from a wrong clock."""
         return now < self.expires_at <= now + _FAR_S
 
     @property
     def is_of_other_host(self) -> bool:
-        """Whether its holder is a process that cannot be looked for from here."""
+        """Whether its holder is a process that cannot be checked from here."""
         return not self.host or self.host != host_id()
 
     def encode(self) -> bytes:
@@ -109,7 +109,7 @@ class Lease:
 
     @property
     def is_orphan(self) -> bool:
-        """Its holder was a process of this host and is gone; False where that cannot be told from here."""
+        """Its holder was a process of this host and is gone; False if that cannot be determined from here."""
         if self.is_of_other_host or self.pid <= 0:
             return False
         try:
@@ -117,13 +117,13 @@ class Lease:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # there is one, of another user
+            pass  # the process exists, and belongs to another user
         began = _began(self.pid)
         return began is not None and began != self.began
 
 
 class InUseError(DeniedError):
-    """Somebody else holds the place, and lives as far as can be told."""
+    """Another process holds the store, and is alive as far as can be determined."""
 
     def __init__(self, url: str, rival: Lease) -> None:
         super().__init__(f"{url} is in use by {rival.holder}; wait for it, or stop it")
@@ -132,8 +132,8 @@ class InUseError(DeniedError):
 
 @cache
 def host_id() -> str:
-    """One running system, and the numbers that processes have in it: containers may share a host's name, and have
-    numbers of their own. Empty where it cannot be told."""
+    """Identifies a running system and its PID namespace: containers may share a host's name but number their processes
+    separately. Empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -142,7 +142,7 @@ def host_id() -> str:
 
 
 def _began(pid: int) -> int | None:
-    """None where it cannot be told; -1 for one that has ended and is not waited for yet."""
+    """None if unknown; -1 for a process that has ended and was not reaped yet."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -151,7 +151,7 @@ def _began(pid: int) -> int | None:
 
 
 def own_lease(owner: str) -> Lease:
-    """Of this process, without any time yet."""
+    """A lease of this process, without an expiry yet."""
     pid = os.getpid()
     began = _began(pid)
     host = host_id() if began is not None else ""
@@ -160,14 +160,14 @@ def own_lease(owner: str) -> Lease:
 
 
 def _command() -> str:
-    """Bounded: a command line may be megabytes long, and hold anything."""
+    """Bounded: a command line may be megabytes long and contain anything."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     words = ["closeranks" if name == "__main__.py" else name, *sys.argv[1:]] if name else []
     return " ".join(shlex.join(words)[:_COMMAND_CHARS].encode(errors="replace").decode().split())
 
 
 def decode(data: bytes) -> Lease:
-    """Anything else found there counts as a lease that has passed: only watching tells whether somebody keeps it."""
+    """Any other content counts as an expired lease: only watching tells whether somebody renews it."""
     try:
         fields = json.loads(data)
         who = str(fields.get("host", "")), int(fields.get("pid", 0)), int(fields.get("began", 0))
@@ -178,7 +178,7 @@ def decode(data: bytes) -> Lease:
 
 
 def _moment(value: Any) -> float:
-    """A Unix time that a calendar knows; 0 for anything else."""
+    """A Unix time within the range of the calendar; 0 for anything else."""
     moment = float(value)
     return moment if 0.0 < moment < _LAST_MOMENT else 0.0
 
@@ -187,7 +187,7 @@ def _moment(value: Any) -> float:
 def hold_lease(
     storage: Storage, lease: Lease, wait_s: float, terms: LeaseTimes, folder: str = LOCK
 ) -> Iterator[LeaseRenewal]:
-    """The place is this process's until the end; a fork of it that comes by here gives nothing back."""
+    """Hold the store exclusively until the context ends; a forked child that exits the context releases nothing."""
     name = f"{folder}/{secrets.token_hex(8)}.json"
     _acquire(storage, name, lease, time.monotonic() + wait_s, terms)
     renewal = LeaseRenewal(storage, name, lease, terms)
@@ -202,8 +202,8 @@ def hold_lease(
 
 @contextmanager
 def hold_ownership(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[LeaseRenewal]:
-    """For the life of a run: a store that does not answer at its end keeps the run for a moment only, and the lease
-    passes by itself."""
+    """For the life of a run. A store that does not respond at the end delays the run only briefly, and the lease then
+    expires by itself."""
     lease = own_lease(owner)
     with ExitStack() as held_until:
         renewal = held_until.enter_context(hold_lease(storage, lease, wait_s, terms, OWNER))
@@ -226,7 +226,7 @@ def _leave(leaving: ExitStack, storage: Storage) -> None:
 
 @contextmanager
 def hold_lock(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[None]:
-    """``StorageError`` at the end where the lease was lost meanwhile: what was done may have met another holder."""
+    """``StorageError`` at the end if the lease was lost meanwhile: the work may have overlapped with another holder."""
     with hold_lease(storage, own_lease(owner), wait_s, terms) as renewal:
         yield
     if renewal.is_lost:
@@ -234,8 +234,8 @@ def hold_lock(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) ->
 
 
 def release_all(patience_s: float) -> None:
-    """For a process that is about to end, and has told its threads so: waits a moment for them to give back what they
-    hold, then takes it from them. What a store does not answer in time stays behind."""
+    """For a process that is about to exit and has told its threads so: waits a moment for them to release their leases,
+    then removes those that are left. A lease that the store does not remove in time stays behind."""
     with _CHANGED:
         _CHANGED.wait_for(lambda: not _HELD, patience_s / 2)
         left = dict(_HELD)
@@ -282,7 +282,7 @@ def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: Lea
 
 
 def _rival_or_withdraw(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
-    """The second look. Where it cannot be trusted nobody may hold the place, and nothing of ours stays."""
+    """The second check. If it cannot be trusted, nobody may hold the store, and our own lease is removed."""
     folder, _, child = mine.rpartition("/")
     try:
         if child not in storage.names(folder):
@@ -295,13 +295,13 @@ def _rival_or_withdraw(storage: Storage, mine: str, terms: LeaseTimes) -> Lease 
 
 
 def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
-    """A living lease of somebody else; dead ones are removed."""
+    """A live lease of another process; dead ones are removed."""
     folder = mine.rpartition("/")[0]
     for child in storage.names(folder):
         name = f"{folder}/{child}"
         if name == mine:
             continue
-        with suppress(MissingError):  # given back meanwhile
+        with suppress(MissingError):  # released meanwhile
             data = storage.read(name)
             lease = decode(data)
             if not lease.is_orphan:
@@ -316,7 +316,7 @@ def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
 
 
 class LeaseRenewal:
-    """Rewrites the lease until it is stopped, or finds that somebody took it for dead."""
+    """Renews the lease until it is stopped, or until it finds that another process removed it as dead."""
 
     def __init__(self, storage: Storage, name: str, lease: Lease, terms: LeaseTimes) -> None:
         self._storage, self._name, self._lease, self._terms = storage, name, lease, terms
@@ -324,11 +324,11 @@ class LeaseRenewal:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewed_at = time.monotonic()
         self.is_gone = False
-        """Somebody took the lease for dead and removed it."""
+        """Another process considered the lease dead and removed it."""
 
     @property
     def is_lost(self) -> bool:
-        """It may be somebody else's by now: it is gone, or was not renewed in time."""
+        """Another process may hold it by now: it was removed, or was not renewed in time."""
         return self.is_gone or time.monotonic() - self._renewed_at > self._terms.lease_s
 
     def start(self) -> None:

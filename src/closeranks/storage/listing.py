@@ -1,8 +1,8 @@
-"""Which files lie below a place, how large are they, and how would one notice that one of them changed?
+"""Lists the files below a place, with their sizes and a version that changes with the content.
 
-Every file system words its answers differently; here they become entries. Invariants: nothing that is there is left out
-in silence except what is hidden (a link to nowhere and a name that cannot be used are errors); a page of a long listing
-is asked for again by itself, or a store that throttles one request in twenty could never list a hundred pages.
+Every file system reports these differently; here they become entries. Invariants: nothing is silently left out except
+hidden files (a broken link and a name that cannot be used are errors); each page of a long listing is retried on its
+own, since a store that throttles one request in twenty could otherwise never list a hundred pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from closeranks.storage.object_store.connection import FsspecConnection
 from closeranks.storage.protocol import FileEntry, MissingError, StorageError
 
 Ask = Callable[[Callable[[], Any], str, str], Any]
-"""Runs a request with patience: (request, doing, name)."""
+"""Runs a request with retries: (request, doing, name)."""
 
 _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "checksum", "Content-MD5", "Digest")
 _TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "mtime", "modified", "updated", "created")
@@ -29,10 +29,10 @@ _WEB = ("http://", "https://")
 
 
 def version_of(info: Mapping[str, Any]) -> str:
-    """The store's own mark of the content, else the time it was last written; quotes and the mark of a weak tag are
-    noise, which listings and answers to a read do not agree on."""
+    """The store's own version of the content (ETag or the like), else the modification time. Quotes and the weak-tag
+    prefix are removed: listings and read responses differ in them."""
     value = next((info[key] for key in (*_VERSION_KEYS, *_TIME_KEYS) if info.get(key)), "")
-    if isinstance(value, datetime):  # of one file, fsspec's own memory:// says a date here and seconds there
+    if isinstance(value, datetime):  # fsspec's memory:// reports a date here and seconds there for the same file
         value = value.timestamp()
     return str(value).removeprefix("W/").strip('"')
 
@@ -66,8 +66,8 @@ def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str,
 
 
 def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
-    """Some file systems (plain HTTP) list names alone: those are asked for one by one. Looking through folders passes
-    over errors, so that a place which cannot be reached looks empty."""
+    """Some file systems (plain HTTP) list names alone: their files are queried one by one. Walking folders skips
+    errors, so that a place which cannot be reached looks empty."""
     found: Mapping[str, Mapping[str, Any]] = ask(lambda: at.fs.find(f"{at.root}/", detail=True), "listing", "")
     if not found:
         _check_reached(at, url, ask)
@@ -83,8 +83,7 @@ def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
 
 
 def _check_reached(at: FsspecConnection, url: str, ask: Ask) -> None:
-    """Raises what was skipped. A folder that is not there is an empty one in most stores; of a web server, an
-    address that is wrong."""
+    """Raises the skipped error. A missing folder is empty in most stores, and a wrong address on a web server."""
     try:
         ask(lambda: at.fs.ls(f"{at.root}/", detail=False), "listing", "")
     except MissingError:
@@ -93,7 +92,7 @@ def _check_reached(at: FsspecConnection, url: str, ask: Ask) -> None:
 
 
 def list_disk(root: Path) -> list[FileEntry]:
-    """Links are followed, those to folders as well; one that leads back up ends there."""
+    """Links are followed, also to folders; a link to a parent folder is not followed further."""
     entries: list[FileEntry] = []
     try:
         _walk(str(root), "", frozenset(), entries)
@@ -118,7 +117,7 @@ def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]], entries: 
             if child.is_dir():
                 _walk(child.path, f"{prefix}{child.name}/", above | {mark}, entries)
             else:
-                # A link that leads nowhere, a pipe or a device raises: a shard that is not one must not go unnoticed.
+                # A broken link, a pipe or a device raises: a shard that cannot be read must not go unnoticed.
                 stat = child.stat() if child.is_file() else regular_stat(child.path)
                 entries.append(FileEntry(prefix + child.name, stat.st_size, str(stat.st_mtime_ns)))
 

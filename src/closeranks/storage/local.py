@@ -1,7 +1,8 @@
-"""How does a folder on a disk hold checkpoints, and show the files below it?
+"""Storage in a folder on a disk.
 
-Data files lie under their final names at once and count by the manifest; documents appear whole by a link or a rename.
-Invariant: at any moment a kill or a power cut leaves every document as it was before or as it is after, never between.
+Data files are written under their final names and become part of a checkpoint through the manifest; documents appear
+whole by a link or a rename. Invariant: a kill or a power cut at any moment leaves every document either as it was
+before or as it is after.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _NO_LINKS = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 
 class LocalStorage:
-    """A folder; made when something is first written to it."""
+    """A folder; created when something is first written to it."""
 
     is_local = True
 
@@ -130,9 +131,9 @@ class LocalStorage:
         return DiskSink(self._path(name), num_bytes)
 
     def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
-        """Without ``replace`` the document gets its name by a link, which no two writers can both make. On a file
-        system without hard links it is looked for and then renamed: whole all the same, but of two at once the later
-        wins."""
+        """Without ``replace`` the document gets its name by a link, which only one of several writers can create. On a
+        file system without hard links it checks that the name is free and then renames: the document is still whole,
+        but of two concurrent writers the later one wins."""
         path = self._path(name)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_ASIDE}")
         try:
@@ -168,13 +169,14 @@ class LocalStorage:
             shutil.rmtree(path)
             fsync_folder(path.parent)
         except FileNotFoundError as error:
-            if path.exists():  # somebody else removes it at the same time: what is left is still ours to remove
+            if path.exists():  # another process removes it at the same time: remove what is left
                 raise disk_error(error, "removing", path) from error
         except OSError as error:
             raise disk_error(error, "removing", path) from error
 
     def remove_stale(self, older_than_s: float = _STALE_S) -> None:
-        """Remove what writers that were killed left beside documents of the root; folders go whole by themselves."""
+        """Remove temporary files that killed writers left beside documents of the root; those in folders are removed
+        with the folder."""
         before = time.time() - older_than_s
         for path in self._root.glob(f".*{_ASIDE}"):
             with suppress(FileNotFoundError):  # its writer finished after all
@@ -183,7 +185,7 @@ class LocalStorage:
 
     @contextmanager
     def lock(self, owner: str, *, wait_s: float = 0.0) -> Iterator[None]:
-        """The kernel's lock on ``.lock``: gone with the process that holds it. The file says who that is and stays."""
+        """The kernel's lock on ``.lock``, released with the process that holds it. The file names it and is kept."""
         path = self._root / LOCK
         try:
             make_folder(self._root)
@@ -192,7 +194,7 @@ class LocalStorage:
             raise disk_error(error, "locking", path) from error
         try:
             _take(fd, path, time.monotonic() + wait_s)
-            with suppress(OSError):  # a full disk: the lock is held all the same, only nobody can read by whom
+            with suppress(OSError):  # a full disk: the lock is held all the same, but its holder is not recorded
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{owner}, process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             yield
@@ -206,7 +208,7 @@ class LocalStorage:
 def _listed(entry: os.DirEntry[str]) -> str:
     try:
         return f"{entry.name}/" if entry.is_dir() else entry.name
-    except OSError:  # a loop of links: whoever opens it is told
+    except OSError:  # a loop of links: opening it reports the error
         return entry.name
 
 
@@ -235,7 +237,7 @@ def _give_name(aside: Path, path: Path) -> None:
     try:
         os.link(aside, path)
     except FileExistsError:
-        # Over NFS a link whose answer was lost is tried again and finds itself.
+        # Over NFS a link whose response was lost is retried and finds itself.
         if aside.stat().st_nlink != 2:
             raise ExistsError(f"{path} already exists") from None
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Which names may a storage be asked for?
+"""Checks the names that a storage may be asked for.
 
 Names come from manifests too, and a manifest may come from anywhere. Invariant: no name leads out of the storage's own
-root. Names that begin with a dot are the storage's own (locks, unfinished documents): ``Storage.names`` hides them.
+root. Names that begin with a dot are internal (locks, unfinished documents): ``Storage.names`` hides them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OWNER = ".owner"
 
 
 def check_name(name: str) -> str:
-    """The name itself, if it stays inside: relative, ``/`` between parts, none of them empty, ``.`` or ``..``."""
+    """The name itself, if it stays inside: relative, ``/`` between parts, no part empty, ``.`` or ``..``."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
         raise StorageError(f"'{name}' is not a name inside a storage: use parts like step-00000040/manifest.json")
     return name

@@ -1,4 +1,4 @@
-"""Which storage does a place name?
+"""Opens the storage that a path or URL names.
 
 A path or ``file://`` URL is a folder on a disk; every other URL goes to fsspec, which is imported only then.
 """
@@ -14,12 +14,12 @@ _LOCAL = ("file://", "local://")
 
 
 def absolute(place: str) -> str:
-    """The same place for a process whose working folder is another, or will be."""
+    """The same place for a process with another working folder."""
     return place if "://" in place else str(Path(place).expanduser().absolute())
 
 
 def open_storage(place: str | Path) -> Storage:
-    """Makes no request and no folder; ``SetupError`` for a URL of unknown or uninstalled kind."""
+    """Makes no request and creates no folder; ``SetupError`` for a URL whose protocol is unknown or not installed."""
     text = str(place)
     for prefix in _LOCAL:
         if text.startswith(prefix):

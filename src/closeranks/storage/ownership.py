@@ -1,10 +1,10 @@
 """Ownership of a folder on a disk: one process holds it from its start to its end.
 
-The kernel's lock (``flock``) on the file ``.owner``, whose text says who holds it. Invariants: the lock ends with the
-process that holds it, however that ends: no process that it starts or forks inherits the lock. The file stays behind
-and never blocks anybody by itself. On a file system that other machines share, where their locks may not reach this
-one, the text is a lease besides, which the holder renews: one of another machine counts until it has passed and was
-not renewed while watched.
+Ownership is the kernel's lock (``flock``) on the file ``.owner``, whose text names the holder. Invariants: the lock
+ends with the process that holds it, however that ends: no process that it starts or forks inherits the lock. The file
+stays behind and by itself never blocks anybody. On a file system shared with other machines, whose locks may not be
+visible here, the text is also a lease that the holder renews: a lease of another machine is valid until it has expired
+and was not renewed while watched.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ _LEAVE_S = 10.0
 _MAX_BYTES = 4096
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS))
 _ONE_MACHINE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay", "vfat"))
-"""File systems of which every user is a process of the same kernel: its locks reach all of them."""
+"""File systems whose users are all processes of one kernel, so that its locks apply to all of them."""
 _HELD: set[int] = set()
-"""Descriptors that carry a lock, for forked children to close."""
+"""Descriptors that carry a lock, to be closed in forked children."""
 
 
 @contextmanager
 def hold_folder(
     root: Path, lease: Lease, wait_s: float, terms: LeaseTimes, is_shared: bool | None = None
 ) -> Iterator[Ownership]:
-    """``InUseError`` says who holds it after ``wait_s``; ``is_shared``: whether other machines write there, found out
-    where it is None."""
+    """``InUseError`` after ``wait_s`` names the holder; ``is_shared``: other machines write there (None: detect)."""
     path = root / OWNER
     try:
         make_folder(root)
@@ -57,7 +56,7 @@ def hold_folder(
             keeper.start()
         yield keeper
     finally:
-        if os.getpid() == lease.pid:  # a forked child that comes by here holds nothing
+        if os.getpid() == lease.pid:  # a forked child that exits the context holds nothing
             keeper.stop()
             keeper.clear()
             _close(fd)
@@ -81,7 +80,7 @@ def _acquire(path: Path, until: float, terms: LeaseTimes, is_shared: bool) -> in
 
 
 def _open(path: Path, is_shared: bool) -> int:
-    """For reading alone, so that a disk can be made read-only under a run; locks of NFS must be able to write."""
+    """Read-only, so that a disk can be made read-only under a run; NFS locks need a writable descriptor."""
     mode = os.O_RDWR if is_shared else os.O_RDONLY
     fd = os.open(path, mode | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -99,7 +98,7 @@ def _close(fd: int) -> None:
 
 
 def _rival(fd: int, path: Path, terms: LeaseTimes, is_shared: bool) -> Lease | None:
-    """Who holds the folder; None where nobody does, and from then on this process."""
+    """The holder of the folder; None if nobody held it, in which case this process does from now on."""
     has_lock = _try_lock(fd)
     text = _read(fd)
     lease = decode(text)
@@ -117,7 +116,7 @@ def _rival(fd: int, path: Path, terms: LeaseTimes, is_shared: bool) -> Lease | N
 
 
 def _try_lock(fd: int) -> bool | None:
-    """None where the file system has no locks, and the lease must do."""
+    """None if the file system has no locks, so that only the lease protects the folder."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -130,7 +129,7 @@ def _try_lock(fd: int) -> bool | None:
 
 
 def _is_current(fd: int, path: Path) -> bool:
-    """False where the file was removed and perhaps made anew since it was opened: whoever comes next locks another."""
+    """False if the file was removed, and perhaps created again, since it was opened: others would lock another."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -142,7 +141,7 @@ def _read(fd: int) -> bytes:
 
 
 def _is_shared(root: Path) -> bool:
-    """Whether other machines may write to the file system; True where that cannot be told."""
+    """Whether other machines may write to the file system; True if unknown."""
     device = os.stat(root).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -170,7 +169,7 @@ def _close_inherited() -> None:
 
 
 class _Keeper:
-    """Writes the lease into the locked file, and writes it anew until it is stopped."""
+    """Writes the lease into the locked file and renews it until it is stopped."""
 
     def __init__(self, fd: int, path: Path, lease: Lease, terms: LeaseTimes) -> None:
         self._fd, self._path, self._lease, self._terms = fd, path, lease, terms
@@ -180,7 +179,7 @@ class _Keeper:
         self.is_gone = False
 
     def write(self) -> None:
-        """A full disk keeps the text away, not the lock."""
+        """A full disk prevents the text, not the lock."""
         text = self._lease.renewed_until(time.time() + self._terms.lease_s).encode() + b"\n"
         if self._put(text):
             self._text = text

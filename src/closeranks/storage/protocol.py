@@ -1,9 +1,10 @@
-"""What must a place offer to hold checkpoints, or data to read?
+"""The interface of a storage: what a place must offer to hold checkpoints, or data to read.
 
 Names are relative to the storage's root, with ``/`` between folders. Call sequence of a save: ``create`` for each data
-file, then ``publish`` of small documents, the one that makes it count last. Invariants: what ``StorageSink.close`` or
-``publish`` returned from survives a crash; a document appears under its name whole or not at all; an aborted sink
-leaves nothing that counts. Imports no torch: the writer is a process without it.
+file, then ``publish`` of small documents, the manifest that completes the save last. Invariants: once
+``StorageSink.close`` or ``publish`` has returned, the data survives a crash; a document appears under its name whole or
+not at all; an aborted sink leaves nothing that a reader would use. Imports no torch: the writer is a process without
+it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ Bytes = bytes | bytearray | memoryview
 
 
 class StorageError(Exception):
-    """A storage could not do what it was asked; ``str`` is one sentence for people, without a traceback's noise."""
+    """A storage operation failed; ``str`` is one sentence for the user."""
 
     is_final = False
-    """Whether trying the same again soon is pointless (refused credentials, read-only)."""
+    """Whether a retry soon is pointless (refused credentials, read-only)."""
 
 
 class MissingError(StorageError):
@@ -31,7 +32,7 @@ class MissingError(StorageError):
 
 
 class ExistsError(StorageError):
-    """Something is under this name already, and was not to be replaced."""
+    """The name is already in use and was not to be replaced."""
 
     is_final = True
 
@@ -47,20 +48,20 @@ class DeniedError(StorageError):
 
 
 class ChangedError(StorageError):
-    """What is there now is not what was listed."""
+    """The file is no longer the one that was listed."""
 
     is_final = True
 
 
 class StoppedError(StorageError):
-    """The caller no longer wants it."""
+    """The caller asked to stop."""
 
     is_final = True
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as it was when it was looked at."""
+    """A file as it was when it was listed."""
 
     name: str
     num_bytes: int
@@ -74,11 +75,11 @@ class StorageSink(Protocol):
     def write(self, data: Bytes) -> None: ...
 
     def close(self) -> None:
-        """Durable when this returns: fsync on a disk, the upload completed on an object store."""
+        """Durable when this returns: fsync on a disk, the completed upload on an object store."""
         ...
 
     def abort(self) -> None:
-        """Give it up, after an error of ``write`` or ``close`` too; never raises."""
+        """Discard it, also after an error of ``write`` or ``close``; never raises."""
         ...
 
 
@@ -87,7 +88,7 @@ class Ownership(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody else took it for abandoned: this process stood still, or could not reach it, for long."""
+        """Whether another process took it over as abandoned: this process was stopped or cut off for too long."""
         ...
 
 
@@ -96,7 +97,7 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """What a person would write to name it: a path, or a URL."""
+        """How a user would write it: a path, or a URL."""
         ...
 
     @property
@@ -113,22 +114,22 @@ class Storage(Protocol):
         ...
 
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
-        """All of a file piece by piece, from the medium where that can be asked for, not from a cache of the writer's
-        own: what certifies a file must have seen what lies there."""
+        """A whole file in chunks, from the medium where possible and not from a cache of the writer: verification must
+        read what is actually stored."""
         ...
 
     def entry(self, name: str) -> FileEntry:
-        """One file as it is now."""
+        """The current entry of one file."""
         ...
 
     def entries(self) -> list[FileEntry]:
-        """All files below, however deep, sorted by name; hidden ones and those of hidden folders left out. Where there
-        is no such folder: empty, or ``MissingError`` where the place can tell."""
+        """All files below, at any depth, sorted by name; hidden files and those in hidden folders are left out. For a
+        missing folder: empty, or ``MissingError`` if the storage can tell."""
         ...
 
     def fetch(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
-        """All of a file piece by piece, exactly as it was listed; ``ChangedError`` where it is another by now. Any
-        piece may be followed by that error: nothing counts before the end. ``StoppedError`` soon after ``stop``."""
+        """A whole file in chunks, exactly as it was listed; ``ChangedError`` if it has changed since. Any chunk may be
+        followed by that error: no data is valid before the end. ``StoppedError`` soon after ``stop`` is set."""
         ...
 
     def create(self, name: str, num_bytes: int) -> StorageSink:
@@ -136,8 +137,8 @@ class Storage(Protocol):
         ...
 
     def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
-        """Write a small document whole and durably; ``ExistsError`` where it is there and not to be replaced. On a
-        disk: temporary file, fsync, rename or link, fsync of the folder; on an object store a conditional put."""
+        """Write a small document whole and durably; ``ExistsError`` if it exists and is not to be replaced. On a disk:
+        temporary file, fsync, rename or link, fsync of the folder; on an object store a conditional put."""
         ...
 
     def remove(self, name: str) -> None:
@@ -149,15 +150,16 @@ class Storage(Protocol):
         ...
 
     def remove_stale(self) -> None:
-        """Remove what writers that were killed long ago left half-made: temporary files, parts of uploads."""
+        """Remove what writers that were killed long ago left unfinished: temporary files, parts of uploads."""
         ...
 
     def lock(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Hold the place alone, against savers and collectors of other processes; ``DeniedError`` names the holder.
-        Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
+        """Hold the storage exclusively, against saves and prunes of other processes; ``DeniedError`` names the holder.
+        Released with its holder on a disk; on an object store it is a lease that is renewed while held."""
         ...
 
     def own(self, owner: str, *, wait_s: float = 0.0) -> AbstractContextManager[Ownership]:
-        """Be the only run that writes here until the end, beside short holders of ``lock``; ``lease.InUseError`` names
-        the owner. Dies with its holder on a disk; on an object store it is a lease that is renewed while held."""
+        """Be the only run that writes here until the context ends, alongside short holders of ``lock``;
+        ``lease.InUseError`` names the owner. Released with its holder on a disk; on an object store it is a lease that
+        is renewed while held."""
         ...

@@ -1,8 +1,8 @@
-"""How is the file system behind a URL found, and set up for our purpose?
+"""Finds and configures the fsspec file system behind a URL.
 
 fsspec knows the protocols and reads its own settings (``FSSPEC_S3='{"endpoint_url": ...}'``, files in
-``~/.config/fsspec``); what a person set there wins over what is set here. Invariants: nothing of fsspec is imported
-before a URL is opened; for S3 the retries of both client libraries are off, since ours see more (see patience.py).
+``~/.config/fsspec``); the user's settings there win over those set here. Invariants: nothing of fsspec is imported
+before a URL is opened; for S3 the retries of both client libraries are off, since ours cover more (see retry.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from closeranks.core.errors import SetupError
 
 _EXTRAS = {"s3": "closeranks[s3]", "s3a": "closeranks[s3]"}
 _CONFIG = {
-    # Seconds. The libraries' own 15 for an answer are short for a store that joins a thousand parts.
+    # Seconds. The libraries' default read timeout of 15 is short for a store that joins a thousand parts.
     "connect_timeout": 10,
     "read_timeout": 30,
-    # The newer checksums confuse stores other than AWS's (some send that of the whole object with a range of it). What
-    # is sent carries a Content-MD5, and what is stored is read back and compared with digests of our own anyway.
+    # The newer checksums confuse stores other than AWS's (some return that of the whole object with a range of it).
+    # What is sent carries a Content-MD5, and what is stored is read back and compared with our own digests anyway.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
@@ -30,12 +30,12 @@ _CONFIG = {
 class FsspecConnection:
     fs: Any
     root: str
-    """The URL's path as the file system writes it, without a ``/`` at its end."""
+    """The URL's path as the file system writes it, without a trailing ``/``."""
     is_s3: bool
 
 
 def connect(url: str, options: Mapping[str, Any]) -> FsspecConnection:
-    """``SetupError`` where the URL's protocol is unknown or its package is not installed. No request is made."""
+    """``SetupError`` if the URL's protocol is unknown or its package is not installed. No request is made."""
     from fsspec.core import url_to_fs
 
     protocol = url.partition("://")[0].rpartition("::")[2]
@@ -65,8 +65,8 @@ def _check_installed(protocol: str, url: str) -> None:
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Merged here because fsspec lets an explicit dictionary replace one of the settings, not fill it up. Copied, since
-    botocore writes into what it is given, and fsspec finds a file system it has by these very values."""
+    """Merged here because fsspec lets an explicit dictionary replace one from the settings instead of merging them.
+    Copied because botocore modifies its argument, and fsspec looks up cached file systems by these very values."""
     from fsspec.config import conf
 
     settings = {**conf.get("s3", {}), **options}

@@ -1,10 +1,10 @@
-"""How is a file brought from a store, a range at a time?
+"""Downloads a file from a store in ranges.
 
-    begin (a few ranges at once) -> take (in order; one that broke off is asked for again by itself) -> yield
+    begin (a few ranges at once) -> take (in order; one that broke off is requested again on its own) -> yield
 
-Invariants: at most ``NUM_STREAMS`` ranges are in memory beside the one handed out; all bytes are of the version that
-was listed (S3 says with every answer which one it is of, elsewhere the file is looked at once more at the end); a
-caller that stops waits for no answer.
+Invariants: at most ``NUM_STREAMS`` ranges are in memory besides the one handed out; all bytes are of the version that
+was listed (S3 reports the version with every response, elsewhere the file is checked once more at the end); a caller
+that stops waits for no response.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from closeranks.storage.protocol import ChangedError, FileEntry, StoppedError
 
 RANGE_BYTES = 8 << 20
 NUM_STREAMS = 4
-"""Ranges on their way at once: one connection of an object store is far slower than the store."""
+"""Concurrent ranges: one connection to an object store is far slower than the store."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadSource:
-    """Where a file comes from."""
+    """The file system, path and URL of a file to download."""
 
     at: FsspecConnection
     path: str
     url: str
-    """For people."""
+    """For messages."""
     patience: RetryPolicy
 
     @property
@@ -47,7 +47,7 @@ class DownloadSource:
 def download(
     origin: DownloadSource, entry: FileEntry, look: Callable[[], FileEntry], stop: threading.Event
 ) -> Generator[bytes, None, None]:
-    """``look`` asks for the file as it is now."""
+    """``look`` returns the current entry of the file."""
     coming: deque[_Range] = deque()
     try:
         for start in range(0, entry.num_bytes, RANGE_BYTES):
@@ -67,7 +67,7 @@ def download(
 
 @dataclass(slots=True)
 class _Range:
-    """On its way from the moment it is made."""
+    """One range; its request starts when it is created."""
 
     origin: DownloadSource
     entry: FileEntry
@@ -126,11 +126,11 @@ async def _s3_range(origin: DownloadSource, entry: FileEntry, start: int, end: i
 
 
 def _done(read: Callable[[], Any]) -> Future[bytes]:
-    """What a file system without a loop of its own does at once, in the caller's thread."""
+    """For a file system without an event loop: reads at once, in the caller's thread."""
     future: Future[bytes] = Future()
     try:
         future.set_result(read())
-    except Exception as error:  # foreign code: judged where it is taken
+    except Exception as error:  # foreign code: classified where the result is taken
         future.set_exception(error)
     return future
 

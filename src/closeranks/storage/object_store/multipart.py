@@ -1,11 +1,11 @@
-"""How does a large file reach an S3 store in parts, with little memory and nothing left behind?
+"""Uploads a large file to an S3 store in parts, with little memory and nothing left behind.
 
-    create_multipart_upload -> upload_part (several at once, each tried again by itself) -> complete_multipart_upload
+    create_multipart_upload -> upload_part (several at once, each retried on its own) -> complete_multipart_upload
                                         \\-> abort_multipart_upload
 
-Invariants: at most ``NUM_STREAMS`` parts on their way and one being filled are in memory; the object is there whole
-after ``close`` and not at all before; ``abort`` takes the parts away again. A process that is killed cannot: its parts
-stay, unseen and paid for, until ``sweep`` or a lifecycle rule of the bucket removes them.
+Invariants: at most ``NUM_STREAMS`` parts in flight and one being filled are in memory; the object exists, whole, after
+``close`` and not at all before; ``abort`` removes the parts. A killed process cannot: its parts stay, invisible and
+billed, until ``remove_stale`` or a lifecycle rule of the bucket removes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from closeranks.storage.protocol import Bytes, MissingError, StorageError
 
 PART_BYTES = 16 << 20
 NUM_STREAMS = 4
-"""Parts on their way at once: one connection of an object store is far slower than the store."""
+"""Concurrent parts: one connection to an object store is far slower than the store."""
 _MOST_PARTS = 10_000
 _MIB = 1 << 20
 PART_SENT = declare_failpoint("part sent", "an upload has begun and holds some of its parts")
@@ -37,27 +37,27 @@ _LOG = logging.getLogger(__name__)
 
 
 def part_size(num_bytes: int, wanted_bytes: int = PART_BYTES) -> int:
-    """As wanted, or larger where a file would need more parts than a store takes; whole MiB then."""
+    """As wanted, or larger if a file would need more parts than a store accepts; then a whole number of MiB."""
     if num_bytes <= wanted_bytes * _MOST_PARTS:
         return wanted_bytes
     return -(-num_bytes // (_MOST_PARTS * _MIB)) * _MIB
 
 
 def content_md5(body: bytes) -> str:
-    """Every S3 store compares it with what arrived and refuses a part that was damaged on its way, which is then sent
-    again; other checksums only some of them know. About 1.6 s for each GB, outside the GIL."""
+    """Every S3 store compares it with what arrived and refuses a part that was damaged in transit, which is then sent
+    again; only some stores support other checksums. About 1.6 s per GB, outside the GIL."""
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class UploadTarget:
-    """Where an upload goes."""
+    """The destination of an upload."""
 
     fs: Any
     bucket: str
     key: str
     url: str
-    """For people."""
+    """For messages."""
     patience: RetryPolicy
 
     def call(self, method: str, doing: str, tries: RetryCount | None = None, **arguments: Any) -> Any:
@@ -68,7 +68,7 @@ class UploadTarget:
 
 
 class MultipartSink:
-    """One object; a file smaller than a part is put whole instead."""
+    """One object; a file smaller than a part is uploaded with a single put instead."""
 
     def __init__(self, target: UploadTarget, num_bytes: int, part_bytes: int = PART_BYTES) -> None:
         self._target = target
@@ -89,7 +89,7 @@ class MultipartSink:
             room = self._part_bytes - len(self._filling)
             self._filling += rest[:room]
             rest = rest[room:]
-            # The last part stays here until ``close``: one that holds all of the file is put whole.
+            # The last part is kept until ``close``: if it holds the whole file, it is uploaded with a single put.
             if len(self._filling) == self._part_bytes and (rest or self._written < self._num_bytes):
                 self._send()
 
@@ -113,12 +113,12 @@ class MultipartSink:
             future.cancel()
         wait(self._sending)  # a part that arrives after the abort would stay
         self._let_go()
-        # The place of a failure is likely still failing: a few tries, not minutes.
+        # What just failed is likely to fail still: a few tries, not minutes.
         target = replace(self._target, patience=replace(self._target.patience, num_tries=3))
         try:
             if self._upload:
                 self._abort_upload(target)
-            target.call("delete_object", "removing")  # whole after all, if only the answer to ``close`` was lost
+            target.call("delete_object", "removing")  # it is complete if only the response to ``close`` was lost
         except StorageError as error:
             _LOG.warning("%s; some of its parts may remain", error)
 
@@ -146,8 +146,8 @@ class MultipartSink:
         self._sent.append(self._sending.popleft().result())
 
     def _complete(self) -> None:
-        """The store may have joined the parts though its answer was lost: asked again it then knows no such upload, and
-        an object of the right size is ours."""
+        """The store may have joined the parts although its response was lost: a retry then finds no such upload, and an
+        object of the right size is ours."""
         tries = RetryCount()
         parts = {"Parts": self._sent}
         try:

@@ -1,8 +1,8 @@
-"""How does a place behind an fsspec URL hold checkpoints, or data to read?
+"""Storage behind an fsspec URL, for checkpoints or for data to read.
 
 Object stores have no rename: an object appears whole when its upload is complete, and a document that must not replace
-another is put on the condition that there is none. Invariants: nothing is answered from a listing kept in memory, every
-request that may succeed a moment later is tried again, and memory is bounded by a few parts.
+another is written with a conditional put. Invariants: nothing is answered from a cached listing, every request that may
+succeed a moment later is retried, and memory is bounded by a few parts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RemoteStorage:
     ) -> None:
         self._url = url.rstrip("/")
         self._at: FsspecConnection = connect(self._url, options or {})
-        # A file system that retries by itself needs little of ours.
+        # A file system that retries by itself needs few retries of ours.
         self._patience = patience or (RetryPolicy() if self._at.is_s3 else RetryPolicy(num_tries=3))
         self._part_bytes = part_bytes
         self._terms = terms or lease.LeaseTimes()
@@ -95,7 +95,7 @@ class RemoteStorage:
         return data
 
     def read_fresh(self, name: str, chunk_bytes: int) -> Iterator[bytes]:
-        """What the store sends back; the next chunks are on their way while the caller looks at one."""
+        """Reads from the store; the next chunks are downloaded while the caller processes one."""
         num_bytes = self.size(name)
         with ThreadPoolExecutor(_NUM_AHEAD, thread_name_prefix="download") as pool:
             coming: deque[Future[bytes]] = deque()
@@ -127,8 +127,8 @@ class RemoteStorage:
         return StreamSink(self._at.fs, self._path(name), self._named(name), num_bytes, self._part_bytes)
 
     def publish(self, name: str, data: Bytes, *, replace: bool = False) -> None:
-        """Without ``replace``: looked for, then put on the condition that there is none. Stores that ignore the
-        condition, and file systems that know none, leave the moment between the two to chance."""
+        """Without ``replace``: checks that the name is free, then uses a conditional put. With stores that ignore the
+        condition, and file systems that have none, another writer may come between the two."""
         body = bytes(data)
         path = self._path(name)
         if not replace and self._is_there(name):
@@ -137,8 +137,8 @@ class RemoteStorage:
         try:
             self._ask(lambda: self._put(path, body, mode), "writing", name)
         except ExistsError:
-            # There was none a moment ago. An earlier try of ours (or of the HTTP library, which sends a put again by
-            # itself when the connection breaks) may have arrived though its answer did not.
+            # There was none a moment ago. An earlier try of ours (or of the HTTP library, which repeats a put by itself
+            # when the connection breaks) may have arrived although its response did not.
             if self.read(name) != body:
                 raise
         failpoint(PUT)
@@ -163,7 +163,7 @@ class RemoteStorage:
             self._abort_uploads(f"{path}/", 0.0)
 
     def remove_stale(self, older_than_s: float = _STALE_S) -> None:
-        """Give up uploads that writers which were killed left unfinished; the store keeps their parts otherwise."""
+        """Abort uploads that killed writers left unfinished; otherwise the store keeps their parts."""
         if self._at.is_s3:
             self._abort_uploads(f"{self._at.root}/", older_than_s)
 
@@ -217,11 +217,11 @@ class RemoteStorage:
         for upload in self._uploads(bucket, start):
             if time.time() - upload["Initiated"].timestamp() >= older_than_s and upload["Key"].startswith(start):
                 target = UploadTarget(self._at.fs, bucket, upload["Key"], self._url, self._patience)
-                with suppress(UnknownUploadError):  # its writer came to an end meanwhile
+                with suppress(UnknownUploadError):  # its writer finished meanwhile
                     target.call("abort_multipart_upload", "sweeping", UploadId=upload["UploadId"])
 
     def _uploads(self, bucket: str, prefix: str) -> list[Any]:
-        """None where the store cannot tell: some have no such request, and some credentials do not allow it."""
+        """Empty if the store cannot list them: some have no such request, and some credentials do not allow it."""
         call = self._at.fs.call_s3
         try:
             found = self._ask(lambda: call("list_multipart_uploads", Bucket=bucket, Prefix=prefix), "sweeping", "")

@@ -1,7 +1,8 @@
-"""How often, and how soon, is a store asked again?
+"""Decides how often and how soon a request to a store is retried.
 
-One layer of retries, this one: those of the client library are switched off where that can be done, or eight tries of
-ours would be two hundred of its own. Invariant: a refusal is never repeated, and the time spent on pauses is bounded.
+This is the only layer of retries: those of the client library are switched off where possible, since eight tries of
+ours would otherwise be two hundred of its own. Invariant: a refusal is never retried, and the total time spent waiting
+is bounded.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Pauses double from ``first_s`` to ``longest_s``, each shortened by up to half at random: the ranks of a run meet
-    the same throttling at the same moment, and must not come back together."""
+    """Exponential backoff: delays double from ``first_s`` to ``longest_s``, each shortened by up to half at random. The
+    ranks of a run are throttled at the same moment, and must not all retry together."""
 
     num_tries: int = 8
     first_s: float = 0.25
     longest_s: float = 10.0
 
     def delays(self, dice: Callable[[], float] = random.random) -> Iterator[float]:
-        """One fewer than tries; ``dice`` gives numbers from 0 up to 1."""
+        """One delay fewer than there are tries; ``dice`` returns numbers from 0 up to 1."""
         for turn in range(self.num_tries - 1):
             yield min(self.longest_s, self.first_s * 2**turn) * (1 - dice() / 2)
 
 
 @dataclass(slots=True)
 class RetryCount:
-    """How often something was begun: an answer may be lost though the store did what it was asked."""
+    """How often a request was started: a response may be lost although the store carried out the request."""
 
     count: int = 0
 
@@ -50,8 +51,8 @@ def retry(
     tries: RetryCount | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """``act`` until it succeeds; a ``StorageError`` once it is refused or patience ends. One that ``act`` itself raised
-    is a verdict already, and passed on."""
+    """Call ``act`` until it succeeds; ``StorageError`` once it is refused or the tries are used up. A ``StorageError``
+    raised by ``act`` itself is already classified and is passed on."""
     tries = tries if tries is not None else RetryCount()
     pauses = patience.delays()
     while True:

@@ -1,7 +1,7 @@
-"""How is a file written to a remote file system of which only fsspec's interface is known?
+"""Writes a file to a remote file system through fsspec's generic interface.
 
-Through its file object, which sends blocks as they fill; retries within it are its own. Invariant: an aborted file is
-not there afterwards, nor does its object upload the rest when it is collected as garbage.
+Uses fsspec's file object, which sends blocks as they fill and does its own retries. Invariant: an aborted file does not
+exist afterwards, and its file object does not upload the rest when it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class StreamSink:
         self._num_bytes = num_bytes
         self._written = 0
         try:
-            # File systems with real folders want them made; object stores take this for nothing.
+            # File systems with real folders need them created; object stores ignore this.
             fs.makedirs(fs._parent(path), exist_ok=True)
             self._file = fs.open(path, "wb", block_size=block_bytes)
-        except Exception as error:  # foreign code: anything may come
+        except Exception as error:  # foreign code: any exception is possible
             raise store_error(error, "creating", url) from error
 
     def write(self, data: Bytes) -> None:
