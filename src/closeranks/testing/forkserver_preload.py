@@ -1,8 +1,8 @@
-"""Make forks of this process cheap: imported last by the process that ranks are forked from, for that alone.
+"""Makes forks of this process cheap; imported last by the process that ranks are forked from, for that purpose alone.
 
-What was imported so far is never looked at by the garbage collector again, here and in every fork: a rank's first
-collection would look through all of torch, which takes longer than most worlds live. And it lies on huge pages, which
-halves what the kernel does for a rank.
+Everything imported so far is excluded from garbage collection, here and in every fork: a rank's first collection would
+otherwise scan all of torch, which takes longer than most worlds live. It is also moved to huge pages, which halves the
+kernel's work for a rank.
 """
 
 import gc

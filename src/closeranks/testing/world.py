@@ -1,7 +1,7 @@
-"""How is distributed code tested? By an ordinary function that runs on every rank, and what each rank returned.
+"""Tests distributed code: runs an ordinary function on every rank and returns what each rank returned.
 
-Invariant: ``run_world`` returns what every rank returned, or raises one error with the culprit first; a rank that dies
-or hangs never makes it wait longer than its timeout, and no process outlives it.
+Invariant: ``run_world`` returns the results of all ranks, or raises one error with the root cause first; a rank that
+dies or hangs never makes it wait longer than its timeout, and no process outlives it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from closeranks.core.system.linux import die_with_parent
 from closeranks.core.world import World
 
 GRACE_S = 1.0
-"""After the first failure, how long the other ranks have to tell their side."""
+"""How long the other ranks have to report after the first failure."""
 _STACK_S = 2.0
 _KINDS = ("died", "raised", "echoed", "hung")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What became of one rank."""
+    """How one rank failed."""
 
     rank: int
     kind: Literal["died", "raised", "echoed", "hung"]
@@ -53,7 +53,7 @@ class Failure:
 
 
 class WorldError(AssertionError):
-    """One or more ranks raised, died or hung. ``failures`` is in causal order, the culprit first."""
+    """One or more ranks raised, died or hung. ``failures`` is in causal order, the root cause first."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = sorted(failures, key=lambda failure: (_KINDS.index(failure.kind), failure.at, failure.rank))
@@ -82,7 +82,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
     with tempfile.TemporaryDirectory(prefix="closeranks-world-") as folder:
         ranks: list[_Rank] = []
         try:
-            for rank in range(size):  # one by one: when a start fails, those before it must be ended
+            for rank in range(size):  # one by one: if a start fails, those started before must be ended
                 ranks.append(_Rank(_Seat(rank, size, folder, child_environment(1), timeout_s), fn, args))  # noqa: PERF401
             return _gather(ranks, time.monotonic() + timeout_s)
         finally:
@@ -93,7 +93,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """What a rank is told before it starts."""
+    """What a rank receives before it starts."""
 
     rank: int
     size: int
@@ -107,7 +107,7 @@ class _Seat:
 
 
 class _Rank:
-    """One rank as the caller sees it."""
+    """One rank, from the caller's side."""
 
     def __init__(self, seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = _server()
@@ -119,7 +119,7 @@ class _Rank:
             self._process.start()
 
     def result(self) -> Any:
-        """What the rank returned, or the ``Failure`` that it sent or that its death comes to."""
+        """What the rank returned, or the ``Failure`` that it sent or that follows from its exit."""
         try:
             return pickle.loads(self.reports.recv_bytes())
         except (EOFError, OSError):
@@ -150,7 +150,7 @@ class _Rank:
 
 @cache
 def _server() -> ForkServerContext:
-    """Forks ranks from a process that has imported what most of them need; each would take a second or more for it."""
+    """Forks ranks from a process that has imported what most of them need, which would take each a second or more."""
     context = get_context("forkserver")
     runner = ["pytest"] if "pytest" in sys.modules else []
     modules = ("torch._dynamo", "torch.distributed.fsdp", "numpy.random", "numpy.ma", "closeranks.run.worker.entry")
@@ -193,7 +193,7 @@ def _print_outputs(folder: str, size: int) -> None:
 
 
 def _be_rank(seat: _Seat, report: Connection, stack: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The life of a rank. When it is done it waits to be killed: leaving early would break its peers' connections."""
+    """Main function of a rank. When done it waits to be killed: leaving early would break its peers' connections."""
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     die_with_parent(os.getppid())
     try:
