@@ -1,6 +1,6 @@
-"""What is this device, how fast can it multiply, and where did its memory go?
+"""Identifies a device, measures its matrix-multiply speed, and reports its memory use.
 
-Invariant: what is measured here is gone when the function returns: no tensor stays, and peak counters start afresh.
+Invariant: a measurement leaves nothing behind: no tensor stays allocated, and peak counters are reset.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU_SIZES = (1024, 768, 512, 384, 256)
 
 
 def device_name(device: torch.device) -> str:
-    """What people call it: ``NVIDIA H200``, or the CPU's model name."""
+    """The usual name of the device: ``NVIDIA H200``, or the CPU's model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -41,16 +41,16 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The model name in ``/proc/cpuinfo`` without its trade marks; empty where there is none (as on ARM)."""
+    """The model name in ``/proc/cpuinfo`` without trademark signs; empty if there is none (as on ARM)."""
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return " ".join(re.sub(r"\((R|TM)\)", "", found[1]).split()) if found else ""
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product here and now: the best of a few, within about a tenth of a second.
+    """Measured FLOP/s of a large matrix product: the best of a few, within about a tenth of a second.
 
-    A burst on data that is random (zeros would flatter: they save power), under whatever TF32 setting is in force. A
-    device that throttles under load sustains less. The size is the largest whose repetitions stay within the budget.
+    A burst on random data (zeros would flatter: they save power), under the current TF32 setting. A device that
+    throttles under load sustains less. The size is the largest whose repetitions stay within the budget.
     """
     is_cuda = device.type == "cuda"
     sizes = _ACCELERATOR_SIZES if is_cuda else _CPU_SIZES
@@ -59,7 +59,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
         size = pick_size(sizes, probed)
         speed = _best_speed(_that_fits(size, device, dtype) if is_cuda else size, device, dtype)
     if is_cuda:
-        # The run's own peak is counted from here.
+        # The run's own peak is counted from here on.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return max(probed, speed)
@@ -72,7 +72,7 @@ def pick_size(sizes: tuple[int, ...], speed: float) -> int:
 
 
 def _best_speed(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """The best of a few products after one to warm up; fewer where the budget is spent, but one at least."""
+    """The best of a few products after one warm-up; fewer if the budget is spent, but at least one."""
     timed = _timed_on_accelerator if device.type == "cuda" else _timed_on_host
     operands = _operands(size, device, dtype)
     spent_s = timed(*operands)
@@ -91,7 +91,7 @@ def _flops(size: int) -> float:
 
 
 def _that_fits(size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Halved until three matrices take no more than a quarter of what is free: others may share the device."""
+    """Halved until three matrices take no more than a quarter of the free memory: the device may be shared."""
     free, _ = torch.cuda.mem_get_info(device)
     while size > 1024 and 3 * size * size * dtype.itemsize > free // 4:
         size //= 2
@@ -128,7 +128,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    # Opened anew each time: a kept file would still tell of the process that forked this one.
+    # Opened each time: a file kept open would still report the process that forked this one.
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
@@ -156,10 +156,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     module: nn.Module, remembered: Iterable[Tensor], device: torch.device, error: BaseException, *, is_mixed: bool
 ) -> str:
-    """What took the memory and what to change; ``is_mixed``: it computes in half precision already.
+    """What took the memory and what to change; ``is_mixed``: the run already computes in half precision.
 
-    ``remembered`` by the optimizer; tensors on other devices do not count. Call before anything is freed: parameters,
-    gradients and optimizer state are read as they stand.
+    ``remembered``: the optimizer state; tensors on other devices do not count. Call before anything is freed:
+    parameters, gradients and optimizer state are read as they are.
     """
     use = memory_use(module, remembered, device, error)
     return explain(replace(use, is_float32=use.is_float32 and not is_mixed))
@@ -184,7 +184,7 @@ def memory_use(
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Bytes on this rank: of a sharded tensor its local part only."""
+    """Bytes on this rank: for a sharded tensor, its local part only."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     local = to_local() if to_local is not None else tensor
     return local.numel() * local.element_size()
@@ -200,7 +200,7 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def requested_bytes(message: str) -> int:
-    """How much the failed allocation asked for, as torch's message says; 0 where it does not."""
+    """How much the failed allocation asked for, according to torch's message; 0 if it does not say."""
     on_device = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     if on_device is not None:
         return int(float(on_device[1]) * _UNITS[on_device[2]])

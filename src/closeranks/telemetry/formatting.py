@@ -1,6 +1,6 @@
-"""How is a number written for people?
+"""Formats numbers for people.
 
-Invariant: a width that hardly changes from step to step, and never more digits than mean something.
+Invariant: the width hardly changes from step to step, and there are never more digits than are meaningful.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rate(items_per_s: float, item: str) -> str:
 
 
 def percent(fraction: float) -> str:
-    """50.3%; below a tenth of a percent the order of magnitude still shows."""
+    """50.3%; below a tenth of a percent, enough digits to show the order of magnitude."""
     percent = 100 * fraction
     return f"{percent:.1f}%" if percent >= 0.05 or percent == 0 else f"{percent:.1g}%"
 
@@ -78,7 +78,7 @@ def size(num_bytes: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Time to go, for a narrow place: 0:42, 12:03, 1:02:03, 2d 03:04."""
+    """Remaining time, for a narrow column: 0:42, 12:03, 1:02:03, 2d 03:04."""
     if not math.isfinite(seconds):
         return number(seconds)
     whole = math.ceil(max(0.0, seconds))
@@ -108,14 +108,14 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """A moment, two digits: 3.1 us, 0.21 ms, 12 ms."""
+    """A short duration, two digits: 3.1 us, 0.21 ms, 12 ms."""
     if seconds < 0.995e-4:
         return f"{1e6 * seconds:.2g} us"
     return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else duration(seconds)
 
 
 def byte_rate(bytes_per_s: float) -> str:
-    """As links are sold, in powers of ten: 12 MB/s, 310 MB/s, 1.2 GB/s."""
+    """In powers of ten, as link speeds are quoted: 12 MB/s, 310 MB/s, 1.2 GB/s."""
     if bytes_per_s >= 0.9995e9:
         return f"{bytes_per_s / 1e9:.3g} GB/s"
     return f"{bytes_per_s / 1e6:.3g} MB/s"

@@ -1,6 +1,6 @@
-"""What took the memory when it ran out, and what can be changed? Pure: sizes in, words out.
+"""Explains what took the memory when it ran out, and what can be changed. Pure: sizes in, text out.
 
-Invariant: parts add up to what was in use; what cannot be named is put together, never guessed apart.
+Invariant: parts add up to what was in use; what cannot be attributed is reported together, never guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TensorSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """One device's memory at the moment an allocation failed; zero where a number could not be had."""
+    """One device's memory at the moment an allocation failed; zero for figures that are not available."""
 
     device: str
     in_use_bytes: int
@@ -32,7 +32,7 @@ class MemoryUse:
     optimizer_bytes: int
     largest: tuple[TensorSize, ...] = ()
     is_float32: bool = False
-    """Whether the parameters are float32: the one case in which another precision is worth advising."""
+    """Whether the parameters are float32: the one case in which another precision is worth recommending."""
 
     @property
     def state_bytes(self) -> int:
@@ -44,7 +44,7 @@ class MemoryUse:
 
 
 def explain(use: MemoryUse) -> str:
-    """A message for the person whose run ran out of memory: what took it, the largest tensors, what to change."""
+    """A message for the user whose run ran out of memory: what took it, the largest tensors, what to change."""
     rows = [f"{_headline(use)} This process held {formatting.size(use.in_use_bytes)} of it:"]
     parts = (
         ("parameters", use.parameters_bytes),

@@ -1,7 +1,7 @@
-"""What did the processor and the device do, operation by operation, in a few chosen steps?
+"""Records a torch profiler trace of a few chosen steps.
 
-Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all; one that
-cannot be written is told, and ends nothing.
+Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all; a failure to
+write one is a warning and does not end the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepProfiler:
 
     @classmethod
     def of(cls, steps: str, folder: Path, rank: int, emit: Callable[[Event], None]) -> Self:
-        """For the steps that a job names, or none."""
+        """A profiler for the steps that a job names, if any."""
         return cls(parse_step_range(steps) or NO_STEPS, folder, rank, emit)
 
     def step_begin(self, step: int) -> None:
@@ -72,7 +72,7 @@ class StepProfiler:
             self.step_end(step)
 
     def close(self) -> None:
-        """Write the trace, if one is being taken. May be called again."""
+        """Write the trace, if one is being recorded. May be called again."""
         if self._profile is None:
             return
         if self._mark is not None:

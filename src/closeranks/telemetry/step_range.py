@@ -1,4 +1,4 @@
-"""Which steps does a text such as ``10:13`` name?
+"""Parses a range of steps such as ``10:13``.
 
 Invariant: steps are numbered as ``StepDone`` reports them, from 1; the number after the colon is the first step that is
 no longer part of the window, as in a Python slice.

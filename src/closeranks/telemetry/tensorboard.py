@@ -1,7 +1,7 @@
-"""How does a run appear in TensorBoard?
+"""Writes the scalars of a run to TensorBoard.
 
 Invariant: the same scalars that the metrics file holds, under the step they belong to; a run that went back to an
-earlier step tells TensorBoard to forget what came after it.
+earlier step makes TensorBoard discard what came after it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 
 _RETRY_S = 5.0
-"""How often a new file is tried after a failure."""
+"""How often opening a new file is tried after a failure."""
 _ROOM_BYTES = 1 << 16
 
 
 class TensorBoardSink:
     """Writes to ``RUN/tensorboard``. Call sequence: ``handle`` each event of rank 0, ``close`` once.
 
-    What cannot be written is told once to ``emit`` and left out; a new file is begun as soon as one can be.
+    A write failure is reported once through ``emit`` and its scalars are left out; a new file is opened as soon as
+    possible.
     """
 
     def __init__(self, folder: Path, emit: Callable[[Event], None] = lambda event: None) -> None:
@@ -40,7 +41,7 @@ class TensorBoardSink:
         self._is_told = False
         self._folder = RunFolder(folder).tensorboard
         self._retry_at: float | None = None
-        """When to try again, after a failure."""
+        """When to try again after a failure."""
         self._open = partial(_writer_class(), log_dir=str(self._folder), flush_secs=10)
         self._meter = ThroughputMeter(RunStarted())
         self._writer: SummaryWriter | None = None
@@ -57,14 +58,14 @@ class TensorBoardSink:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """The writer holds what it could not write, and would fail on it for ever."""
+        """Drop the writer: it keeps what it could not write, and would fail on it for ever."""
         self._writer, self._retry_at = None, time.monotonic() + _RETRY_S
         if not self._is_told:
             self._is_told = True
             self._emit(Warned(f"TensorBoard scalars cannot be written: {error.strerror or error}"))
 
     def _look_for_room(self) -> None:
-        """Raises where there is none: a writer that is opened in vain leaves an empty file each time."""
+        """Raises if there is no room: a writer that is opened in vain leaves an empty file each time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         probe = self._folder / ".probe"
         try:
@@ -117,8 +118,8 @@ class TensorBoardSink:
 
 
 def _quiet_threads() -> None:
-    """A writer's thread that a full disk ends prints its traceback and hands the error to whoever writes next, which is
-    the sink: it is told there."""
+    """When a full disk ends a writer's thread, it prints a traceback and raises the error at the next write. The sink
+    reports it there, so the traceback is suppressed."""
     before = threading.excepthook
     if getattr(before, "is_of_tensorboard", False):
         return

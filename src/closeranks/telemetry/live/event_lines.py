@@ -1,7 +1,7 @@
-"""What does each event say to a person, in one line? Pure: events and readings in, text out.
+"""Formats each event as one line for people. Pure: events and readings in, text out.
 
-A step's line is a row of fields that can be fitted to a width. Invariant: the step and the loss are always there, and
-what is not known is left out, never shown as zero.
+A step's line is a sequence of fields that can be fitted to a width. Invariant: the step and the loss are always there,
+and what is not known is left out, never shown as zero.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from closeranks.telemetry.live.throughput import MeterReading
 
 @dataclass(frozen=True, slots=True)
 class LineField:
-    """``label value`` in a step's line; the highest ``spare`` goes first when the line is too wide, 0 never goes."""
+    """``label value`` in a step's line. If it is too wide, the highest ``drop_order`` is dropped first, 0 never."""
 
     label: str
     value: str
     drop_order: int = 0
     gap: str = "  "
-    """What stands between this field and the one before."""
+    """Separator between this field and the one before."""
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ def join(fields: Sequence[LineField]) -> str:
 
 
 def fit(fields: Sequence[LineField], width: int) -> tuple[LineField, ...]:
-    """The fields that fit into ``width`` columns: the most easily spared leave first, later ones before earlier."""
+    """The fields that fit into ``width`` columns: the highest ``drop_order`` is dropped first, of equals the last."""
     kept = list(fields)
     while len(join(kept)) > width:
         place = max(range(len(kept)), key=lambda index: (kept[index].drop_order, index))
@@ -116,12 +116,12 @@ def _nothing_known(done: StepDone) -> MeterReading:
 
 
 def is_logged(num_skipped: int) -> bool:
-    """The first three skipped steps, then ever fewer: a run that skips on and on does not flood the screen."""
+    """The first three skipped steps, then ever fewer: a run that keeps skipping does not flood the screen."""
     return num_skipped <= 3 or num_skipped & (num_skipped - 1) == 0
 
 
 def started_line(started: RunStarted) -> str:
-    """What trains, on what, from where to where; and, once, which share of peak the lines will show."""
+    """The model, the workers and the range of steps; and, once, which share of peak the lines will show."""
     workers = formatting.count(started.world_size, "worker")
     steps = f"steps {started.first_step + 1} to {started.last_step}"
     again = f"generation {started.generation}: " if started.generation else ""
@@ -134,7 +134,7 @@ def started_line(started: RunStarted) -> str:
 
 
 def batch_words(started: RunStarted) -> str:
-    """``32 = 8 micro-batches of 4``; empty where it was not recorded."""
+    """``32 = 8 micro-batches of 4``; empty if it was not recorded."""
     if not started.micro_batch:
         return ""
     num_full, rest = divmod(started.global_batch, started.micro_batch)
@@ -145,7 +145,7 @@ def batch_words(started: RunStarted) -> str:
 
 
 def buckets_line(started: RunStarted) -> str:
-    """The size of buckets that was chosen, and by what; empty where the job named it."""
+    """The chosen bucket size and the measurement behind it; empty if the job sets it."""
     if started.link_latency_s is None or not started.link_bytes_per_s:
         return ""
     latency, rate = formatting.short_duration(started.link_latency_s), formatting.byte_rate(started.link_bytes_per_s)
@@ -172,7 +172,7 @@ def _why_no_mfu(started: RunStarted) -> str:
 
 
 def is_cpu(device: str) -> bool:
-    """Whether a device's name is a CPU's; accelerators are named by vendor and product (NVIDIA H200)."""
+    """Whether a device's name is that of a CPU; accelerators are named by vendor and product (NVIDIA H200)."""
     words = device.lower()
     return any(word in words for word in ("cpu", "processor", "xeon", "epyc", "ryzen", "core"))
 
@@ -185,7 +185,7 @@ def evaluated_line(event: Evaluated) -> str:
 
 
 def noise_line(event: NoiseSeen) -> str:
-    """What it means for the batch: at the noise scale, twice the samples save a quarter of the steps, no more."""
+    """What it means for the batch size: at the noise scale, twice the samples save only a quarter of the steps."""
     if event.noise_scale is None:
         return f"noise at step {event.step}: gradients are still too noisy to tell which batch size pays off"
     scale = two_digits(event.noise_scale)
@@ -194,7 +194,7 @@ def noise_line(event: NoiseSeen) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Two digits: the measurement is no better."""
+    """Two digits: the measurement is no more precise."""
     return f"{float(f'{value:.2g}'):g}" if value < 1e5 else formatting.compact(value)
 
 
@@ -230,11 +230,11 @@ _CAUSE_CHARS = 160
 
 
 def lost_words(event: RankLost) -> str:
-    """Who fell, where and why: ``rank 1 lost at step 40 (killed by SIGKILL)``."""
+    """Which rank was lost, at which step and why: ``rank 1 lost at step 40 (killed by SIGKILL)``."""
     where = "while closing ranks" if event.generation else "before the first step"
     where = where if event.step is None else f"at step {event.step}"
     cause = event.cause.partition("\n")[0].strip()
-    cause = cause.partition("; ")[0] if event.kind in _KILLS else cause  # what to look for belongs into a report
+    cause = cause.partition("; ")[0] if event.kind in _KILLS else cause  # hints on what to look for belong in a report
     cause = cause if len(cause) <= _CAUSE_CHARS else f"{cause[: _CAUSE_CHARS - 4]} ..."
     return f"{_who(event)} {_FATES.get(event.kind, 'lost')} {where}" + (f" ({cause})" if cause else "")
 
@@ -252,12 +252,12 @@ def _who(event: RankLost) -> str:
 
 
 def closing_line(event: RankLost) -> str:
-    """While it is under way."""
+    """While recovery is under way."""
     return f"{lost_words(event)}; closing ranks ..."
 
 
 def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
-    """The whole of it, once a step is finished again; ``num_before`` workers there were."""
+    """The complete line, once a step is finished again; ``num_before`` is the number of workers before the fault."""
     words = [f"{lost_words(lost)}; closed ranks in {formatting.duration(closed.seconds)}"]
     if closed.num_redone > 1:
         words.append(f"{closed.num_redone} steps redone")
@@ -290,7 +290,7 @@ _COPIES = {
 
 
 def snapshots_line(event: Snapshotting) -> str:
-    """How often the state is copied, how much memory that takes and what it costs."""
+    """How often a snapshot is taken, how much memory it takes and what it costs."""
     every = "every step" if event.every == 1 else f"every {event.every} steps"
     where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
     size, cost = formatting.size(event.bytes), formatting.duration(event.cost_s)

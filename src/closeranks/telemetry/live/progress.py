@@ -1,9 +1,10 @@
-"""What does a person see while a run goes on?
+"""Displays a run while it trains.
 
-On a terminal one live line; elsewhere calm plain lines every ``log_every`` steps, without colours or carriage returns.
-Invariants: no thread (its process forks workers), at most ten redraws a second, and the last step's line always stands
-at the end. A run of several generations is one run: it is introduced once, its speed and time to go survive a fault,
-and what an ended generation said last (that it failed, say) is not the run's end unless no other follows.
+On a terminal one live line; elsewhere plain lines every ``log_every`` steps, without colours or carriage returns.
+Invariants: no thread (its process forks workers), at most ten redraws a second, and the last step's line is always left
+at the end. A run of several generations is shown as one run: it is introduced once, its speed and remaining time
+survive a fault, and the last message of a generation (that it failed, say) is the end of the run only if no other
+generation follows.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _BAR_LEAST = 8
 
 
 class ProgressDisplay:
-    """Call sequence: ``handle`` each event of rank 0 and of the agent in order, ``note`` anything else worth a line,
+    """Call sequence: ``handle`` each event of rank 0 and of the agent in order, ``print_line`` for other messages,
     ``close`` once.
 
-    A context manager too, so that a terminal gets its cursor back whatever happens.
+    Also a context manager, so that a terminal gets its cursor back whatever happens.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class ProgressDisplay:
         self._started = RunStarted()
         self._meter = ThroughputMeter(self._started)
         self._began_at: float | None = None
-        """None before the run was introduced."""
+        """None until the run is introduced."""
         self._skipped: set[int] = set()
         self._latest: tuple[StepDone, MeterReading] | None = None
         self._is_latest_shown = True
         self._lost: RankLost | None = None
-        """Who fell, while ranks are being closed."""
+        """The lost rank, while recovery is under way."""
         self._num_before = 0
         self._failed: RunEnded | None = None
-        """What a generation said that failed: the end of the run, unless another takes over."""
+        """How the last generation failed: the end of the run, unless another generation takes over."""
         self._said: set[str] = set()
         self._kept: Snapshotting | None = None
         self._noise_told: float | None = None
@@ -83,7 +84,7 @@ class ProgressDisplay:
         self.close()
 
     def handle(self, event: Event) -> None:
-        """Show an event; kinds that no person needs are passed over."""
+        """Show an event; kinds that are not meant for people are ignored."""
         match event:
             case RunStarted(rank=0):
                 self._begin(event)
@@ -125,12 +126,12 @@ class ProgressDisplay:
                 self._tell(event_lines.host_line(event), style="yellow" if gone else "")
 
     def print_line(self, text: str, *, style: str = "") -> None:
-        """A line that stays, above the live one."""
+        """Print a permanent line, above the live one."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def print_output(self, text: str) -> None:
-        """What a worker printed. Without a live line above which it must stand it is written as it is: laying it out
-        takes a second for each MiB, during which the workers are not heard."""
+        """Output of a worker. If there is no live line to print it above, it is written as it is: rich takes a second
+        to lay out each MiB, during which no messages from the workers are processed."""
         if self._live is not None:
             self.print_line(text)
             return
@@ -138,7 +139,7 @@ class ProgressDisplay:
         self._console.file.flush()
 
     def close(self) -> None:
-        """Leave the last step's line standing and hand the terminal back. May be called again."""
+        """Leave the last step's line on the screen and release the terminal. May be called again."""
         self._show_latest()
         self._settle_lost()
         if self._live is not None:
@@ -149,14 +150,14 @@ class ProgressDisplay:
             self.print_line(event_lines.ended_line(failed))
 
     def _tell(self, text: str, *, style: str = "") -> None:
-        """A line that belongs after the latest step's."""
+        """Print a line that belongs after the latest step's."""
         self._show_latest()
         self.print_line(text, style=style)
 
     def _begin(self, started: RunStarted) -> None:
         self._failed = None
         self._skipped = {step for step in self._skipped if step <= started.first_step}
-        if started.generation and self._began_at is not None:  # the same run goes on, in other processes
+        if started.generation and self._began_at is not None:  # the same run continues, in other processes
             whole = replace(started, first_step=self._started.first_step)
             self._started = whole
             self._meter.start_generation(whole)
@@ -183,7 +184,7 @@ class ProgressDisplay:
             self._show_latest()
 
     def _warn(self, event: Warned) -> None:
-        """What is said as a generation begins is said by each of them; a person hears it once."""
+        """Every generation repeats the warnings of its start; each is shown once."""
         text = event_lines.warned_line(event)
         if event.step is None and self._started.generation and text in self._said:
             return
@@ -191,7 +192,7 @@ class ProgressDisplay:
         self.print_line(text, style="yellow")
 
     def _hear(self, event: NoiseSeen) -> None:
-        """A line where there is news: a scale that has moved by a third, or by a tenth to another verdict."""
+        """Shown only if it is news: the scale moved by a third, or by a tenth if that changes the verdict."""
         scale, told = event.noise_scale, self._noise_told
         if scale is None:
             return
@@ -209,12 +210,12 @@ class ProgressDisplay:
 
     def _lose(self, event: RankLost) -> None:
         self._failed = None
-        self._settle_lost()  # another fell before ranks were closed: the first gets a line of its own
+        self._settle_lost()  # another rank was lost during recovery: the first gets a line of its own
         self._lost, self._num_before = event, self._num_before or self._started.world_size
         self._draw_closing(event_lines.closing_line(event))
 
     def _restore(self, event: Restored) -> None:
-        """Memory is where the state comes from: only another source, or something found broken, deserves a line."""
+        """The state normally comes from memory: only another source, or a corrupt copy, is worth a line."""
         if event.source not in ("memory", "peer"):
             self._tell(event_lines.restored_line(event), style="yellow")
         elif self._lost is not None:
@@ -229,10 +230,10 @@ class ProgressDisplay:
             self.print_line(event_lines.closed_line(lost, event, num_before or event.world_size), style="bold")
             if self._console.is_interactive:
                 self._is_latest_shown = False
-                self._show_latest()  # over the live line, which told of the closing
+                self._show_latest()  # over the live line, which showed the recovery
 
     def _settle_lost(self) -> None:
-        """Leave a line of who was lost where no ranks were closed after it."""
+        """Print a line for a lost rank if recovery did not complete after it."""
         lost, self._lost = self._lost, None
         if lost is not None:
             self.print_line(event_lines.lost_words(lost), style="bold")
@@ -248,7 +249,7 @@ class ProgressDisplay:
             self._failed = event
             return
         self.close()
-        if self._started.generation and self._began_at is not None:  # a generation knows of its own time only
+        if self._started.generation and self._began_at is not None:  # a generation knows only its own time
             event = replace(event, seconds=max(event.seconds, self._clock() - self._began_at))
         self.print_line(event_lines.ended_line(event))
 

@@ -1,8 +1,8 @@
-"""How does a run stand right now, for somebody in another terminal?
+"""The status file of a run, for people and tools in another terminal.
 
-The agent writes ``RUN/status.json``; anybody reads it. Invariants: a reader finds the file whole or not at all (it is
-replaced, never written over); a status is believed only as far as its writer can still be found, so that a file left
-behind by a killed agent is told as what it is; a disk that is full costs a sentence, never the run. No torch.
+The agent writes ``RUN/status.json``; anybody may read it. Invariants: a reader finds the file whole or not at all (it
+is replaced, never overwritten in place); a status is trusted only as far as its writer can still be found, so that a
+file left behind by a killed agent is reported as such; a full disk costs a warning, never the run. No torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _MOST_BYTES = 64 << 20
 _LATEST = 1e11
 """In Unix time: the year 5138."""
 _FRESH_S = 10.0
-"""A status older than this was not written by an agent that is well."""
+"""A healthy agent never leaves a status older than this."""
 ENDED = ("finished", "drained", "interrupted", "disconnected", "terminated", "stopped", "failed")
 """States after which nothing more will be written."""
 UNWATCHED = "unwatched"
-"""The state of a run that no agent of ours watches."""
+"""The state of a run that was started without our agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker; of one on another host than the agent's, no more is known than its step and what it does."""
+    """One worker. For a worker on another host than the agent's, only its step and phase are known."""
 
     rank: int = 0
     host: str = ""
@@ -46,9 +46,9 @@ class WorkerStatus:
     phase: str = ""
     """In words."""
     own_s: float = 0.0
-    """Its own computing time of the last step, waiting not counted; 0: not known."""
+    """Its own computing time of the last step, without waiting; 0: unknown."""
     memory_bytes: int = 0
-    """Resident; 0: not known."""
+    """Resident; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class HostStatus:
 
 @dataclass(frozen=True, slots=True)
 class StatusEvent:
-    """Something worth a line, and the wall clock when it came to pass."""
+    """A line of text and the wall-clock time of what it reports."""
 
     at: float = 0.0
     text: str = ""
@@ -68,11 +68,11 @@ class StatusEvent:
 
 @dataclass(frozen=True, slots=True)
 class StatusProcess:
-    """Which process wrote a status: enough to tell whether it still lives, though its number may be given again."""
+    """Identifies the process that wrote a status: enough to tell whether it still lives, even if its pid is reused."""
 
     pid: int = 0
     born: int = 0
-    """When the kernel started it, in ticks since the machine came up."""
+    """Its start time according to the kernel, in ticks since boot."""
     host: str = ""
     boot: str = ""
 
@@ -94,11 +94,11 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     hosts: tuple[HostStatus, ...] = ()
     happened: tuple[StatusEvent, ...] = ()
-    """The latest, oldest first."""
+    """The most recent events, oldest first."""
     snapshot_every: int = 0
-    """Steps between copies of the state in memory; 0: none, or not decided yet."""
+    """Steps between snapshots of the state in memory; 0: none, or not decided yet."""
     snapshot_bytes: int = 0
-    """Memory that the copies take on the agent's host."""
+    """Memory that the snapshots take on the agent's host."""
 
     @property
     def has_ended(self) -> bool:
@@ -106,9 +106,9 @@ class RunStatus:
 
 
 class StatusWriter:
-    """Writes at most twice a second, and at once when the generation or the state is another.
+    """Writes at most twice a second, and at once when the generation or the state changes.
 
-    Call sequence: whenever ``is_due``, ``write``; what ends the run is written like any other state.
+    Call sequence: ``write`` whenever ``is_due``; the end of the run is written like any other state.
     """
 
     def __init__(
@@ -127,18 +127,18 @@ class StatusWriter:
 
     @property
     def next_at(self) -> float:
-        """On the clock: when there will be something to write at the latest."""
+        """The latest time, on ``clock``, at which the next write is due."""
         return self._clock() if self._written_at is None else self._written_at + _EVERY_S
 
     def is_due(self, generation: int, state: str) -> bool:
         return (generation, state) != self._last or self._clock() >= self.next_at
 
     def write(self, status: RunStatus) -> None:
-        """Replace the file. A failure is told once, and tried again the next time."""
+        """Replace the file. A failure is reported once, and the next write tries again."""
         self._last, self._written_at = (status.generation, status.state), self._clock()
         unfinished = self._path.with_name(".status.json")
         try:
-            if self._has_written:  # somebody removed the run's folder since
+            if self._has_written:  # the run's folder was removed since
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(encode_status(status) + "\n")
             unfinished.replace(self._path)
@@ -154,8 +154,8 @@ def encode_status(status: RunStatus, **more: Any) -> str:
 
 
 def decode_status(values: Mapping[str, Any]) -> RunStatus:
-    """A status of this version or of a newer one: what is not known is ignored, what is missing takes its default.
-    ``TypeError``, ``ValueError`` or ``AttributeError`` where a value cannot be one of a status."""
+    """A status of this version or of a newer one: unknown fields are ignored, missing ones take their defaults.
+    ``TypeError``, ``ValueError`` or ``AttributeError`` if a value does not fit a status."""
     kinds: dict[str, type[Any]] = {"workers": WorkerStatus, "hosts": HostStatus, "happened": StatusEvent}
     own = checked_fields(RunStatus, values)
     own |= {
@@ -168,7 +168,7 @@ def decode_status(values: Mapping[str, Any]) -> RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """What the agent wrote last; None where there is no such file, or none that we can read."""
+    """The latest status that the agent wrote; None if there is no such file, or none that can be read."""
     try:
         return decode_status(json.loads(read_text(RunFolder(folder).status, _MOST_BYTES)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -176,24 +176,24 @@ def read_status(folder: Path) -> RunStatus | None:
 
 
 class StatusFreshness(Enum):
-    """How far a status is to be believed."""
+    """How far a status can be trusted."""
 
     NOW = "now"
-    """Its agent is alive and well."""
+    """Its agent is alive and healthy."""
     ENDED = "ended"
-    """The agent wrote how the run ended."""
+    """The agent recorded how the run ended."""
     GONE = "gone"
-    """The agent is no more, and did not say how the run ended."""
+    """The agent is gone, and did not record how the run ended."""
     SILENT = "silent"
     """The agent is alive and has not written for a while: it is stopped, or its disk is full."""
     FAR = "far"
-    """The agent was on another machine and has not written for a while: it cannot be asked from here."""
+    """The agent was on another machine and has not written for a while: it cannot be checked from here."""
     UNWATCHED = "unwatched"
-    """There never was an agent of ours: started by torchrun, srun or plain Python."""
+    """There never was an agent of ours: the run was started by torchrun, srun or plain Python."""
 
 
 def status_freshness(status: RunStatus, now: float, is_alive: bool | None) -> StatusFreshness:
-    """``is_alive`` is None where the writer's machine is not this one. ``now`` is the wall clock."""
+    """``is_alive`` is None if the writer ran on another machine. ``now`` is the wall clock."""
     if status.has_ended:
         return StatusFreshness.ENDED
     if status.state == UNWATCHED:
@@ -211,16 +211,16 @@ def this_process() -> StatusProcess:
 
 
 def is_alive(writer: StatusProcess) -> bool | None:
-    """Whether that very process lives; None where it was on another machine."""
+    """Whether exactly that process is alive; None if it was on another machine."""
     if writer.host != socket.gethostname():
         return None
     return writer.boot == _boot() and _born(writer.pid) == writer.born
 
 
 def _born(pid: int) -> int | None:
-    """The kernel's start time of a process; None where there is none, or only what is left of one."""
+    """The kernel's start time of a process; None if there is none, or only a zombie."""
     try:
-        # Between the brackets stands the program's name, which may hold anything.
+        # The program's name is in the parentheses and may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -235,7 +235,7 @@ def _boot() -> str:
 
 
 def resident_bytes(pid: int | None) -> int:
-    """What a process of this machine holds in memory; 0 where it is gone."""
+    """Resident memory of a process of this machine; 0 if it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

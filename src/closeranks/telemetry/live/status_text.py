@@ -1,6 +1,6 @@
-"""How is a run's status told to a person? Pure: a status and how far it is believed in, text out.
+"""Formats a run's status for people. Pure: a status and its freshness in, text out.
 
-Invariant: what is shown as present was heard of just now; anything older is told with its age.
+Invariant: what is shown as current was reported just now; anything older is shown with its age.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerS
 
 
 def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
-    """The whole answer to ``closeranks status``."""
+    """The whole output of ``closeranks status``."""
     parts = [f"{status.run}: {_first_line(status, heard, now)}"]
     if heard in (StatusFreshness.NOW, StatusFreshness.SILENT):
         parts += [_agent_line(status, now), "", *_worker_rows(status.workers)]
@@ -29,7 +29,7 @@ def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
 
 
 def one_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
-    """For a place without a terminal, where a screen cannot be drawn over."""
+    """For output that is not a terminal, where the screen cannot be redrawn."""
     return _first_line(status, heard, now)
 
 

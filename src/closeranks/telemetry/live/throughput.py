@@ -1,8 +1,8 @@
-"""How fast is the run, how close to the hardware's peak, and when will it be done?
+"""Measures throughput, the share of the hardware's peak, and the remaining time of a run.
 
 Throughput is items over wall-clock seconds of the latest steps. Invariants: a process's first step (warm-up, compile)
-is in no figure; evaluation and saving are in no throughput, but they are in the time to go. Pure: time comes in with
-the events.
+is in no figure; evaluation and saving are in no throughput, but they are in the remaining time. Pure: time comes in
+with the events.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WINDOW_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class MeterReading:
-    """What a step says about the run so far; None where nothing is known yet, or can be."""
+    """The figures of the run as of one step; None if not known yet, or not available."""
 
     step: int
     loss: float
@@ -56,10 +56,10 @@ class _Timed:
 
 
 class ThroughputMeter:
-    """Fed with the steps of a run, in order; ``start_generation`` stands between two generations.
+    """Takes the steps of a run in order; call ``start_generation`` between two generations.
 
-    The window holds the latest steps that make up five seconds, and ten steps at least, so that a fast run's figure
-    does not flicker and a slow run's is not old.
+    The window holds the latest steps that make up five seconds, and at least ten steps, so that a fast run's figure
+    does not flicker and a slow run's is not stale.
     """
 
     def __init__(self, started: RunStarted) -> None:
@@ -72,7 +72,7 @@ class ThroughputMeter:
         self._pauses_s = 0.0
 
     def start_generation(self, started: RunStarted) -> None:
-        """Other processes take over. What was measured still holds, unless there are more of them or fewer."""
+        """Other processes take over. Earlier measurements stay valid unless the number of processes changes."""
         if started.world_size != self._started.world_size:
             self._window.clear()
             self._items, self._seconds = 0, 0.0
@@ -96,7 +96,7 @@ class ThroughputMeter:
         )
 
     def pause(self, seconds: float) -> None:
-        """An evaluation or a save that stood between two steps: more of its kind will come."""
+        """An evaluation or a save between two steps, of which more are expected."""
         self._pauses_s += seconds
 
     def _push(self, step: _Timed) -> None:

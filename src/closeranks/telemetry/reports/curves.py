@@ -1,6 +1,6 @@
-"""How does a noisy row of numbers become a line worth looking at? Pure, without numpy.
+"""Turns noisy measurements into curves to plot. Pure, without numpy.
 
-Invariant: nothing is drawn that was not measured; values that are not finite leave a gap and weigh nothing.
+Invariant: nothing is drawn that was not measured; values that are not finite leave a gap and have no weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AxisLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over the finite points before each place, so that a window's sums cost two look-ups."""
+    """Prefix sums over the finite points, so that a window's sums cost two look-ups."""
 
     ones: tuple[float, ...]
     x: tuple[float, ...]
@@ -53,7 +53,7 @@ class _Sums:
         )
 
     def line_at(self, place: int, first: int, stop: int) -> float:
-        """The least-squares line through the points of ``first:stop``, read at ``place``."""
+        """The least-squares line through the points of ``first:stop``, evaluated at ``place``."""
         ones, x, y, xx, xy = (sums[stop] - sums[first] for sums in (self.ones, self.x, self.y, self.xx, self.xy))
         if not ones:
             return math.nan
@@ -67,10 +67,10 @@ def _running(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def smooth_curve(curve: StepCurve) -> StepCurve:
-    """A local line through about a twentieth of the run around each step: it lags nowhere and bends at no end.
+    """A local linear fit over about a twentieth of the run around each step: no lag, and no bend at the ends.
 
-    Held within the values it was made from, so that a smooth loss is never below every loss. Read at some two thousand
-    steps of a long run: more would not show.
+    Clamped to the range of the values it was made from, so that a smooth loss is never below every loss. Evaluated at
+    some two thousand steps of a long run: more would not be visible.
     """
     sums = _Sums.of(curve.values)
     num, half = len(curve.values), len(curve.values) // 40
@@ -85,12 +85,12 @@ def smooth_curve(curve: StepCurve) -> StepCurve:
 
 
 def _sparse(length: int) -> int:
-    """A stride that looks at some fifty values of a window: bounding a smooth line needs no more."""
+    """A stride that samples some fifty values of a window: bounding a smooth line needs no more."""
     return max(1, length // 50)
 
 
 def downsample(curve: StepCurve, most: int = _MOST_POINTS) -> StepCurve:
-    """At most about ``most`` points; of each stretch its lowest and highest stay, so that no spike is lost."""
+    """At most about ``most`` points; each stretch keeps its lowest and highest, so that no spike is lost."""
     if len(curve.steps) <= most:
         return curve
     stride = math.ceil(2 * len(curve.steps) / most)
@@ -106,7 +106,7 @@ def downsample(curve: StepCurve, most: int = _MOST_POINTS) -> StepCurve:
 
 
 def wants_log_scale(values: Iterable[float]) -> bool:
-    """Whether a row spans so much that a linear axis would show its end as a flat line."""
+    """Whether the values span so much that a linear axis would show their end as a flat line."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite or min(finite) <= 0:
         return False
@@ -114,7 +114,7 @@ def wants_log_scale(values: Iterable[float]) -> bool:
 
 
 def axis_limits(raw: StepCurve, smooth: StepCurve, *, is_log: bool) -> AxisLimits | None:
-    """An axis range that holds the smooth line and nearly all raw points; single spikes may leave the picture."""
+    """An axis range that holds the smooth line and nearly all raw points; single spikes may be cut off."""
     values, means = raw.finite(), smooth.finite()
     if not values:
         return None

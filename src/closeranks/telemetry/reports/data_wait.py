@@ -1,7 +1,7 @@
-"""Does the data keep up with the steps, and if not, where does its time go?
+"""Reports whether the data keeps up with the steps, and if not, which stage is slow.
 
-A step waits for data only when its readers are slower than it computes; then the stage that takes most of their time
-is named, with what would help. Pure: steps in, one sentence out.
+A step waits for data only when its readers are slower than its computation; then the stage that takes most of their
+time is named, with what would help. Pure: steps in, one sentence out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from closeranks.core.events import StepDone
 from closeranks.telemetry import formatting
 
 _NOTICED = 0.02
-"""A share of the steps' time below which nobody need act."""
+"""A share of the steps' time below which no action is needed."""
 _HELP = {
     "reading": "more data.workers read in parallel, data.shuffle = 'blocks' reads neighbouring samples together",
     "fetching": "more data.prefetch, data.shuffle = 'blocks' or a larger data.cache_bytes hide the latency",
@@ -22,7 +22,7 @@ _HELP = {
 
 
 def data_wait(steps: Sequence[StepDone]) -> str:
-    """How much of these steps' time went into waiting for data, and what was slow about it."""
+    """How much of these steps' time was spent waiting for data, and which stage was slow."""
     seconds = sum(step.seconds for step in steps)
     if seconds <= 0:
         return ""
@@ -37,7 +37,7 @@ def data_wait(steps: Sequence[StepDone]) -> str:
 
 
 def stage_seconds(steps: Sequence[StepDone]) -> dict[str, float]:
-    """What the readers of rank 0 spent on each stage, over all of these steps."""
+    """Time that the readers of rank 0 spent on each stage, over all of these steps."""
     return {
         "reading": sum(step.data_read_s for step in steps),
         "fetching": sum(step.data_fetch_s for step in steps),

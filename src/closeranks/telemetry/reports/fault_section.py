@@ -1,7 +1,7 @@
-"""What does a report say about faults? Pure: a history in, a section of markdown out.
+"""Writes the section of a report about faults. Pure: a history in, a section of markdown out.
 
-Invariant: a duration stands here only if the agent measured it; what all faults cost is their sum, told with what it
-counts.
+Invariant: a duration is shown only if the agent measured it; the total cost is the sum over all faults, with a note of
+what it counts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class _Row:
 
 
 def fault_section(history: RunHistory, *, failed: bool = False) -> str:
-    """The table of what happened and what it cost; one sentence where nothing did, silence where that would mislead."""
+    """The table of faults and their cost; one sentence if there were none; empty if that sentence would mislead."""
     troubles = history.fault_history
     kept = _kept(history)
     if not troubles.faults and not troubles.others:
         said = f"None was recorded. {kept}".rstrip()
-        return "" if failed or not history.steps else f"## Faults\n\n{said}"  # a run that failed tells why elsewhere
+        return "" if failed or not history.steps else f"## Faults\n\n{said}"  # a run that failed says why elsewhere
     rows = sorted((*_fault_rows(history), *_other_rows(history)), key=lambda row: row.at)
     table = [
         "| at | what happened | detected in | closed ranks in | steps redone | continued with |",

@@ -1,7 +1,7 @@
-"""Write the page and the picture of a run at its end, as far as the disk lets us.
+"""Writes the report and the plot of a run at its end, as far as the disk allows.
 
-The page comes first: drawing takes a second, and who waits for the result need not wait for it. Invariant: whatever the
-disk does, the person is told in a line: how a run ended is not changed by its report.
+The report comes first: drawing takes a second, and a user who waits for the result need not wait for it. Invariant:
+whatever the disk does, the user gets one line about it: a report never changes how a run ended.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def write_pages(
     is_script: bool = False,
     draws_beside: bool = False,
 ) -> None:
-    """``report.md``, of which ``tell`` hears at once, then ``curve.png``. See ``write_report``.
+    """Write ``report.md``, which is announced through ``tell`` at once, then ``curve.png``. See ``write_report``.
 
-    ``draws_beside``: the picture is drawn by a thread, which the interpreter waits for when it ends.
+    ``draws_beside``: the plot is drawn by a thread, which the interpreter waits for when it exits.
     """
     write = partial(write_report, folder, job_file=job_file, overrides=overrides, failure=failure, is_script=is_script)
     try:
@@ -45,7 +45,7 @@ def write_pages(
 
 
 def _add_picture(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
-    """Draw it, and write the page once more, which shows it now."""
+    """Draw the plot, and write the report once more, now with the plot."""
     try:
         if draw_run(folder) is not None:
             write()

@@ -1,7 +1,7 @@
-"""What came of a run, on one page of plain words?
+"""Writes ``report.md``: the result of a run on one page.
 
-Written from the run folder alone, so that a run which failed gets its page too. Invariant: a figure stands here only if
-it was recorded; what is missing is said to be missing.
+Written from the run folder alone, so that a run which failed gets a report too. Invariant: a figure is shown only if it
+was recorded; what is missing is said to be missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WARNINGS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """How the run was started: what the commands for going on repeat."""
+    """How the run was started, for the commands that resume or repeat it."""
 
     job_file: str
     overrides: tuple[str, ...] = ()
@@ -42,8 +42,8 @@ def write_report(
 ) -> Path:
     """Write ``report.md`` into the run folder.
 
-    ``job_file`` and ``overrides`` are what the person typed (the folder's own copy where not given); ``failure`` is the
-    account of what ended the run, shown as it is.
+    ``job_file`` and ``overrides`` are what the user typed (the folder's own copy if not given); ``failure`` is the
+    description of what ended the run, shown as it is.
     """
     run = RunFolder(folder)
     command = RunCommand(job_file or str(run.job), tuple(overrides), is_script)
@@ -59,7 +59,7 @@ def write_report(
 
 
 def compose(run: RunFolder, history: RunHistory, command: RunCommand, failure: str = "") -> str:
-    """The whole page."""
+    """The whole report."""
     settings = run.resolved()
     name = str(settings.get("run.name") or run.path.resolve().name)
     picture = f"![Loss, throughput, learning rate and gradient norm]({run.plot.name})" if run.plot.exists() else ""
@@ -176,7 +176,7 @@ def _figures(run: RunFolder, history: RunHistory, settings: ResolvedSettings) ->
 
 
 def _gradients(history: RunHistory, started: RunStarted) -> str:
-    """How they travel, and what that lost where it was measured."""
+    """How gradients are reduced, and the compression error if it was measured."""
     if not started.sync or not history.compressed:
         return started.sync
     error, cosine = (
@@ -191,7 +191,7 @@ _SHAPE = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_si
 
 
 def _model_name(settings: ResolvedSettings) -> str:
-    """A preset that keys of the job have changed is no longer that model: they are told with it."""
+    """A preset that keys of the job have changed is no longer that model: those keys are named with it."""
     name, preset = settings.get("model.name"), settings.get("model.preset")
     if not name or not preset:
         return str(name or "")
@@ -302,7 +302,7 @@ def _checkpoint(run: RunFolder, history: RunHistory) -> str:
 
 
 def latest_save(run: RunFolder, history: RunHistory) -> Saved | None:
-    """The checkpoint to go on from: the latest that is still there; one in a store is taken at its word."""
+    """The checkpoint to resume from: the latest that still exists; one in an object store is assumed to exist."""
     saves = reversed(history.saves)
     return next((event for event in saves if "://" in event.path or Path(event.path).exists()), None)
 
@@ -348,13 +348,13 @@ def _next_section(run: RunFolder, history: RunHistory, job: ResolvedSettings, co
 
 
 def _twice(started: RunStarted, job: ResolvedSettings) -> tuple[str, str]:
-    """The key by which the job counts its length, and twice what it was."""
+    """The key that sets the job's length, and twice its value."""
     epochs = job.get("train.epochs")
     return ("epochs", f"{2 * epochs:g}") if epochs else ("steps", str(2 * started.last_step))
 
 
 def _resumable(run: RunFolder, saved: Saved | None) -> str | None:
-    """The run itself where it keeps its checkpoints: should the newest be damaged, the one before it is taken."""
+    """The run itself if it keeps its checkpoints: if the newest is damaged, the one before it is used."""
     if saved is None:
         return None
     is_inside = run.checkpoints.resolve() in Path(saved.path).resolve().parents

@@ -1,7 +1,7 @@
-"""What did a run look like? One picture: loss, throughput, evaluated metrics, learning rate and gradient norm.
+"""Draws one plot of a run: loss, throughput, evaluated metrics, learning rate and gradient norm.
 
-Drawn from the run folder alone, in any process. Invariant: matplotlib is imported when a picture is drawn and not
-before (it takes a good part of a second), and without pyplot, which would keep global state.
+Drawn from the run folder alone, in any process. Invariant: matplotlib is imported only when a plot is drawn (it takes a
+good part of a second), and without pyplot, which would keep global state.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _PURPLE = "#7c4d9e"
 _RED = "#c53030"
 _METRIC_COLORS = (_ORANGE, _BLUE, _PURPLE, _GREEN)
 _LABEL_SHARE = 0.06
-"""Of the axis: what the name of a generation takes, with the room around it."""
+"""Share of the axis that the label of a generation takes, with the space around it."""
 
 
 def draw_run(folder: Path) -> Path | None:
-    """Draw ``curve.png`` into the run folder; None where no step was recorded and there is nothing to draw."""
+    """Draw ``curve.png`` into the run folder; None if no step was recorded and there is nothing to draw."""
     history = load_history(folder)
     if not history.steps:
         return None
     run = RunFolder(folder)
     name = str(run.resolved().get("run.name") or folder.resolve().name)
     figure = _figure(history, name)
-    # Replaced whole: a viewer that has the picture open never sees half of one.
+    # Replaced as a whole: a viewer that has the plot open never sees half of one.
     unfinished = run.plot.with_name(".curve.png")
     try:
         figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
@@ -121,7 +121,7 @@ def _tidy(axes: Any, history: RunHistory) -> None:
 
 
 def _title(axes: Any, text: str, value: str = "", color: str = _INK) -> None:
-    """The quantity at the left, its figure at the right, instead of a legend."""
+    """The quantity on the left, its value on the right, instead of a legend."""
     axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7)
     axes.set_title(value, loc="right", fontsize=9.5, color=_QUIET, pad=7)
 
@@ -180,7 +180,7 @@ def _mark_skipped(axes: Any, history: RunHistory) -> None:
 def _mark_restarts(axes: Any, history: RunHistory) -> None:
     for place, step in enumerate(history.restarts):
         axes.axvline(step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
-        if place < 6:  # beyond that the words would cover one another
+        if place < 6:  # beyond that the labels would overlap
             axes.annotate(
                 f"resumed from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
                 textcoords="offset points", fontsize=8, color=_QUIET, va="top", ha="left",
@@ -188,7 +188,7 @@ def _mark_restarts(axes: Any, history: RunHistory) -> None:
 
 
 def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
-    """A thin mark on the curve where a rank was lost, with the generation that took over; the curve runs on through."""
+    """A thin mark on the curve where a rank was lost, with the generation that took over; the curve continues."""
     faults = history.fault_history.faults
     if not faults or not smooth.finite():
         return
@@ -201,7 +201,7 @@ def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
     )  # fmt: skip
     named = -math.inf
     for step, value, fault in sorted(zip(steps, values, faults, strict=True), key=lambda mark: mark[0]):
-        if step - named >= _LABEL_SHARE * (last - first):  # closer than that the words would cover one another
+        if step - named >= _LABEL_SHARE * (last - first):  # closer than that the labels would overlap
             named = step
             axes.annotate(
                 f"gen {fault.generation}", (step, value), xytext=(2, 7), textcoords="offset points",
@@ -210,7 +210,7 @@ def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
 
 
 def _value_at(curve: StepCurve, step: int) -> float:
-    """Of the point nearest to a step, among those that have a value."""
+    """The value at the point nearest to a step, among those that have one."""
     known = ((abs(at - step), value) for at, value in zip(curve.steps, curve.values, strict=True))
     return min((point for point in known if math.isfinite(point[1])), key=lambda point: point[0])[1]
 
@@ -228,7 +228,7 @@ def evaluated_metrics(history: RunHistory) -> dict[str, StepCurve]:
 
 
 def _draw_metrics(axes: Any, metrics: dict[str, StepCurve]) -> None:
-    """What evaluations measured beside the loss: a line each, named in a legend where there are several."""
+    """Metrics that evaluations measured besides the loss: a line each, with a legend if there are several."""
     for color, (name, curve) in zip(_METRIC_COLORS, metrics.items(), strict=False):
         axes.plot(
             curve.steps, curve.values, color=color, marker="o", markersize=4, linewidth=1.6, label=name, clip_on=False

@@ -1,8 +1,8 @@
-"""What befell a run, and what did it cost? The agent's own lines, folded. Pure.
+"""Reconstructs the faults of a run and their cost from the agent's events. Pure.
 
-Invariant: each fault is told once, and time counts once: ranks that were lost while ranks were being closed are closed
-by the same first good step. Durations are those the agent measured on its monotonic clock; the wall clock only says
-when, and may have jumped.
+Invariant: each fault is listed once, and time counts once: ranks that were lost during a recovery are recovered by the
+same first good step. Durations are those the agent measured on its monotonic clock; the wall clock only gives the time
+of day, and may have jumped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, Sl
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event of the agent's, and the wall clock when it was recorded."""
+    """An event of the agent, and the wall-clock time when it was recorded."""
 
     at: float
     event: Event | None
@@ -23,25 +23,25 @@ class TimedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RunFault:
-    """A rank, or whatever else, that ended a generation, and the step that was first finished after it."""
+    """A fault that ended a generation (a lost rank, or another cause), and the first step finished after it."""
 
     at: float
     lost: RankLost
     closed: RanksClosed | None = None
-    """None where the run ended before another step was finished."""
+    """None if the run ended before another step was finished."""
     is_followed: bool = False
-    """Whether the next fault came before ranks were closed: what closed that one closed this one."""
+    """Whether the next fault came before recovery was complete: both were recovered by the same step."""
 
     @property
     def generation(self) -> int:
-        """Which took over, or would have."""
+        """The generation that took over, or would have."""
         return self.closed.generation if self.closed is not None else self.lost.generation + 1
 
     def lost_s(self, step_s: float) -> float:
-        """Time that did not train: until it was noticed, until the first good step, and in steps done again.
+        """Time without progress: until detection, until the first good step, and in steps done again.
 
-        The first good step is in ``closed.seconds`` and would have been made anyway, unless it is one that had been
-        finished before.
+        The first good step is included in ``closed.seconds``, but would have been run anyway, unless it repeats a step
+        that had been finished before.
         """
         if self.closed is None or self.is_followed:
             return self.lost.detected_s
@@ -50,11 +50,11 @@ class RunFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """All that the agent told of, in order."""
+    """All faults and other incidents that the agent recorded, in order."""
 
     faults: tuple[RunFault, ...] = ()
     others: tuple[TimedEvent, ...] = ()
-    """Slow ranks and hosts that came or went: nothing was lost by them alone."""
+    """Slow ranks and hosts that joined or left: they cost nothing by themselves."""
 
     @property
     def num_redone(self) -> int:

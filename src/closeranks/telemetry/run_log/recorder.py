@@ -1,9 +1,9 @@
-"""How does what happens on a rank become a line that outlives the process?
+"""Records the events of a rank as JSON lines that outlive the process.
 
 Each event is one ``write`` of one whole JSON line to a file opened for appending: a worker killed at any instant loses
-nothing it had emitted, and what a full disk refuses is written when there is room (``core.appending``). Invariants:
-every line is strict JSON (a value that is not finite is written as the string ``NaN``, ``Infinity`` or ``-Infinity``
-and read back as the number), and nothing that goes wrong in here ends training. Cost: about 15 us an event.
+nothing it had emitted, and what a full disk refuses is written when there is room (``core.system.append_file``).
+Invariants: every line is strict JSON (a value that is not finite is written as the string ``NaN``, ``Infinity`` or
+``-Infinity`` and read back as the number), and no failure in here ends training. Cost: about 15 us an event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 
 Sink = Callable[[Event], None]
 AGENT = -1
-"""The agent's number among those who record: it has no rank."""
+"""The agent's number among the recorders: it has no rank."""
 
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 16
@@ -35,24 +35,24 @@ _LINE_BYTES = 16 << 20
 _STRICT = json.JSONEncoder(allow_nan=False).encode
 _COMMON: dict[str, tuple[type, ...]] = {"at": (int, float), "rank": (int,), "step": (int,)}
 _FAR = 10**11
-"""Beyond it no line has a number under these keys; as a time, it is in the year 5138."""
+"""No line has a larger number under these keys; as a time, it is in the year 5138."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class EventRecorder:
-    """The events of one rank, or of the ``AGENT``, to its file and then to its sinks in the order they were added."""
+    """Writes the events of one rank, or of the ``AGENT``, to its file, then to its sinks in the order added."""
 
     def __init__(self, folder: Path, rank: int, *, must_open: bool = True) -> None:
-        """``must_open``: a file that cannot be opened is the person's mistake, as it is before a run has begun; later
-        it is a warning, and tried again."""
+        """``must_open``: a file that cannot be opened is the user's mistake, as before a run has begun; later it is a
+        warning, and opening is retried."""
         self._rank = rank
         self._sinks: list[Sink] = []
-        # Re-entrant: a sink that fails makes a warning, which is recorded while the first event still is.
+        # Re-entrant: a sink that fails causes a warning, which is recorded while the first event still is.
         self._lock = threading.RLock()
         run = RunFolder(folder)
         path = run.agent if rank == AGENT else run.metrics(rank)
         self._news = ""
-        """What is to be said of the file, with the next event."""
+        """A message about the file, to be recorded with the next event."""
         try:
             self._file = AppendFile(path, self._on_lost, self._on_back, must_open=must_open)
         except OSError as error:
@@ -61,11 +61,11 @@ class EventRecorder:
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=whose) from error
 
     def add_sink(self, sink: Sink) -> None:
-        """``sink`` sees every event from now on, on the thread that emits; one that raises is removed."""
+        """``sink`` receives every event from now on, on the thread that emits; one that raises is removed."""
         self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
-        """Record one event. Never raises: a disk that fills or a sink that breaks becomes a warning."""
+        """Record one event. Never raises: a full disk or a failing sink becomes a warning."""
         with self._lock:
             self._write(event)
             for sink in tuple(self._sinks):
@@ -79,7 +79,7 @@ class EventRecorder:
             self._file.close()
 
     def _write(self, event: Event) -> None:
-        # What core.events.encode gives, at a tenth of its cost: events are flat, so nothing need be copied deeply.
+        # Same result as core.events.encode at a tenth of its cost: events are flat, so nothing is copied deeply.
         names: tuple[str, ...] = event.__match_args__
         line = {"event": event.name, "at": time.time(), "rank": self._rank}
         line.update((name, getattr(event, name)) for name in names)
@@ -109,7 +109,7 @@ class EventRecorder:
 
 
 def to_line(values: dict[str, Any]) -> bytes:
-    """One strict JSON line. The finite case, nearly every line, pays for no second walk."""
+    """One strict JSON line. Finite values, nearly every line, need no second pass."""
     try:
         return (_STRICT(values) + "\n").encode()
     except ValueError:
@@ -131,10 +131,10 @@ def _with_nonfinite(value: Any) -> Any:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The fields of a line; None where it is not whole (the process was killed in it, or is writing it now)."""
+    """The fields of a line; None if it is incomplete (its process was killed, or is writing it now)."""
     try:
         values = json.loads(line)
-        if b"\\ud" in line.lower():  # half of a character that takes two: nobody could write it down again
+        if b"\\ud" in line.lower():  # half of a surrogate pair: it could not be encoded again
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -142,7 +142,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _sound(values: dict[str, Any]) -> dict[str, Any]:
-    """What every line has is of its type, or left out: a file may have come from anywhere."""
+    """Fields that every line has are dropped if they have the wrong type: a file may have come from anywhere."""
     for key, kinds in _COMMON.items():
         if key in values and (type(values[key]) not in kinds or not -_FAR <= values[key] <= _FAR):
             del values[key]
@@ -157,7 +157,7 @@ def read_events(path: Path) -> Iterator[tuple[dict[str, Any], Event | None]]:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Of a run's own file; none where there is no such file. A line without an end is handed out in parts."""
+    """The lines of a run's own file; none if there is no such file. A line that never ends is returned in parts."""
     try:
         with open_binary(path) as file:
             yield from iter(lambda: file.readline(_LINE_BYTES), b"")
@@ -168,7 +168,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def last_step(path: Path) -> int:
-    """The highest step whose account stands among the last lines of a rank's file; 0 where there is none."""
+    """The highest step recorded in the last lines of a rank's file; 0 if there is none."""
     try:
         with open_binary(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,8 +1,8 @@
-"""Where does each thing of a run stand on disk?
+"""The layout of a run folder.
 
     RUN/job.toml                    the whole job, every default filled in
     RUN/config.json                 the same for machines
-    RUN/status.json                 how the run stands now, or how it ended
+    RUN/status.json                 the current state of the run, or how it ended
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
     RUN/metrics/agent.jsonl         what the agent saw: ranks lost and closed, slow ranks, hosts
     RUN/metrics/samples-00000.jsonl which samples each step took (data.log_samples)
@@ -12,7 +12,7 @@
     RUN/traces/rank-00000.json.gz   profiler traces
     RUN/tensorboard/                scalars for TensorBoard
 
-Invariant: names are written here once; whoever reads or writes a run folder asks this module.
+Invariant: names are defined here once; all code that reads or writes a run folder gets its paths from this module.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def touched_at(self) -> float:
-        """When anything was last told of this run, on the wall clock."""
+        """The wall-clock time of the last write to this run."""
         told = (self.status, self.metrics(0), self.agent, self.job)
         return max((path.stat().st_mtime for path in told if path.exists()), default=0.0)
 
@@ -90,7 +90,7 @@ class RunFolder:
         return [path for path in sorted(self.path.glob("metrics/rank-*.jsonl")) if path != self.metrics(0)]
 
     def resolved(self) -> ResolvedSettings:
-        """The resolved job; empty where the run failed before it was written or was cut short in writing."""
+        """The resolved job; empty if the run failed before it was written, or while writing it."""
         try:
             values = json.loads(read_text(self.config, _MOST_BYTES))
         except (OSError, ValueError, RecursionError):
@@ -104,7 +104,7 @@ _MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """A resolved job as plain values, asked by dotted key; a key it lacks is None."""
+    """A resolved job as plain values, looked up by dotted key; None for a missing key."""
 
     values: Mapping[str, Any]
 
@@ -118,7 +118,7 @@ class ResolvedSettings:
 
 
 def newest_run(under: Path) -> Path | None:
-    """The run below a folder that was written to last; None where there is none."""
+    """The run below a folder that was written to last; None if there is none."""
     runs = [RunFolder(path) for path in sorted(under.iterdir()) if path.is_dir()] if under.is_dir() else []
     found = [(run.touched_at, run.path) for run in runs if run.is_run]
     return max(found)[1] if found else None

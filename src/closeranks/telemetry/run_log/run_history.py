@@ -1,7 +1,7 @@
-"""What happened in a run, read back from its folder? Pure but for ``load_history``.
+"""Reconstructs what happened in a run from its folder. Pure but for ``load_history``.
 
-Invariant: each step counts once. A run that went back (a fault, a resume) records steps again; the later account of a
-step stands, as the weights do.
+Invariant: each step counts once. A run that went back (a fault, a resume) records steps again; the later record of a
+step replaces the earlier one, as the weights do.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from closeranks.telemetry.run_log.recorder import lines_of, parse_line, read_eve
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 REGROUPED = "regrouped"
-"""How a generation says that it ended by agreement, for another to take over: the run goes on."""
+"""The reason of a generation that ended by agreement so that another takes over: the run continues."""
 _RANKS_SEARCHED = 64
 """Warnings of ranks beyond these are not collected: reading every file of a large run would take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationStart:
-    """One generation of the run: how it began, and how long it was heard of, or until the next took over from it."""
+    """One generation: how it began, and the time until its last event or until the next generation took over."""
 
     started: RunStarted
     heard_s: float
@@ -48,7 +48,7 @@ class GenerationStart:
 
 @dataclass(frozen=True, slots=True)
 class WarningCount:
-    """A warning with the number of times and the ranks it was said."""
+    """A warning, how often it was emitted, and by which ranks."""
 
     what: str
     times: int
@@ -58,7 +58,7 @@ class WarningCount:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Over the steps that count: no process's first one. ``items_per_s`` is None where no step is left."""
+    """Excludes the first step of each process. ``items_per_s`` is None if no step is left."""
 
     items: int = 0
     seconds: float = 0.0
@@ -71,7 +71,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class PauseTimes:
-    """Time that stood between steps."""
+    """Time spent between steps."""
 
     evals_s: float = 0.0
     saves_s: float = 0.0
@@ -82,7 +82,7 @@ class RunHistory:
     starts: tuple[GenerationStart, ...] = ()
     steps: tuple[StepDone, ...] = ()
     first_steps: frozenset[int] = frozenset()
-    """Steps that were the first of their process: warm-up and compile are in them."""
+    """Steps that were the first of their process: they include warm-up and compile."""
     evals: tuple[Evaluated, ...] = ()
     saves: tuple[Saved, ...] = ()
     resumed: tuple[Resumed, ...] = ()
@@ -92,10 +92,10 @@ class RunHistory:
     restored: tuple[Restored, ...] = ()
     compressed: tuple[Compressed, ...] = ()
     snapshots: Snapshotting | None = None
-    """How the state was kept in memory, as it was decided last."""
+    """How snapshots were kept in memory, as decided last."""
     fault_history: FaultHistory = field(default_factory=FaultHistory)
     noise: NoiseSeen | None = None
-    """The last measurement of the noise scale that told anything."""
+    """The last conclusive measurement of the noise scale."""
 
     @property
     def started(self) -> RunStarted | None:
@@ -111,20 +111,20 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock of all generations; the run's own account where there was one only and it ended."""
+        """Wall-clock time of all generations; the run's own figure if there was only one and it ended."""
         if self.ended is not None and len(self.starts) <= 1 and self.ended.seconds > 0:
             return self.ended.seconds
         return sum(start.heard_s for start in self.starts)
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """Steps from which the run was started again. Faults that the agent told of stand among the troubles."""
+        """Steps from which the run was started again. Faults that the agent recorded are in ``fault_history``."""
         later = [start.started for start in self.starts[1:]]
         return tuple(one.first_step for one in later if not one.generation or not self.fault_history.faults)
 
     @property
     def typical_step_s(self) -> float:
-        """The median step, those that were the first of their process left out; 0 where there is none."""
+        """The median step time, without the first step of each process; 0 if there is none."""
         times = sorted(step.seconds for step in self.steps if step.step not in self.first_steps)
         return times[len(times) // 2] if times else 0.0
 
@@ -143,7 +143,7 @@ class RunHistory:
 
 
 class _Fold:
-    """Rank 0's lines in order, folded into what stands in the end."""
+    """Folds rank 0's events, in order, into the final history."""
 
     def __init__(self) -> None:
         self.starts: list[RunStarted] = []
@@ -170,7 +170,7 @@ class _Fold:
                 self.evals[event.step] = event
                 self.evals_s += event.seconds
             case Saved():
-                self.saves.pop(event.step, None)  # the latest save stands last, whatever its step
+                self.saves.pop(event.step, None)  # the latest save comes last, whatever its step
                 self.saves[event.step] = event
                 self.saves_s += event.stall_s
             case Resumed():
@@ -190,7 +190,7 @@ class _Fold:
 
     def _begin(self, started: RunStarted, at: float) -> None:
         self._go_back_to(started.first_step)
-        if started.generation and self.heard:  # the time in which ranks were closed is the run's
+        if started.generation and self.heard:  # recovery time belongs to the run
             first, last = self.heard[-1]
             self.heard[-1] = (first, max(at, last))
         self.starts.append(started)
@@ -227,7 +227,7 @@ def build_history(
     others: Iterable[dict[str, Any]] = (),
     agent: Iterable[TimedEvent] = (),
 ) -> RunHistory:
-    """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` what the agent told."""
+    """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` the agent's events."""
     state = _Fold()
     warned: list[dict[str, Any]] = []
     for fields, event in lines:
@@ -238,9 +238,9 @@ def build_history(
 
 
 def _gather(warned: Iterable[dict[str, Any]]) -> tuple[WarningCount, ...]:
-    """Equal texts become one warning, in the order they were first said.
+    """Merges equal texts into one warning, in the order of first occurrence.
 
-    What a later generation says again as it begins is the same warning once more, not another.
+    A warning that a later generation repeats at its start is the same warning again, not another.
     """
     said: dict[str, list[dict[str, Any]]] = {}
     for fields in warned:
@@ -264,20 +264,20 @@ def _words(fields: dict[str, Any]) -> str:
 
 
 def load_history(folder: Path) -> RunHistory:
-    """What a run folder tells; an empty history where rank 0 left no metrics."""
+    """The history in a run folder; empty if rank 0 left no metrics."""
     run = RunFolder(folder)
     others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
     return build_history(read_events(run.metrics(0)), others, agent_events(run))
 
 
 def agent_events(run: RunFolder) -> Iterator[TimedEvent]:
-    """What the agent recorded; nothing where there was no agent, or nothing to tell."""
+    """The events that the agent recorded; none if there was no agent, or nothing to record."""
     for fields, event in read_events(run.agent):
         yield TimedEvent(float(fields.get("at", 0.0)), event)
 
 
 def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
-    """Only lines that look like a warning are parsed: the rest are another account of the same steps."""
+    """Only lines that look like a warning are parsed: the rest record the same steps again."""
     for line in lines_of(path):
         if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
             yield fields

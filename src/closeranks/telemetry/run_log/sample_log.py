@@ -1,7 +1,7 @@
-"""Which samples did each step of a run take? Read back from ``metrics/samples-*.jsonl`` (data.log_samples).
+"""Reads which samples each step of a run took, from ``metrics/samples-*.jsonl`` (data.log_samples).
 
-Invariant: each micro-batch of each step counts once. Its index is global, so a step that was done again, by other
-workers perhaps and on another number of them, replaces the earlier account, whichever rank wrote it. No torch.
+Invariant: each micro-batch of each step counts once. Its index is global, so a step that was done again, perhaps by
+other workers and on another number of them, replaces the earlier record, whichever rank wrote it. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LoggedMicroBatch:
     micro_batch: int
     samples: tuple[int, ...]
     skipped: tuple[int, ...] = ()
-    """Those of them that were bad and count nothing."""
+    """Those of them that were bad and have no weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SampleLog:
     steps: Mapping[int, tuple[LoggedMicroBatch, ...]]
     """Micro-batches of each step, in their order."""
     conflicts: tuple[LoggedMicroBatch, ...] = ()
-    """Accounts that were replaced by one of other samples: none, unless the order of a run was broken."""
+    """Records that were replaced by one with other samples: none, unless the order of a run was broken."""
 
     def samples_of(self, step: int) -> tuple[int, ...]:
         return tuple(sample for taken in self.steps.get(step, ()) for sample in taken.samples)
@@ -57,7 +57,7 @@ def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
 
 
 def read_samples(folder: Path) -> SampleLog:
-    """What a run folder tells; a line that a worker was killed in is passed over."""
+    """The sample log of a run folder; an incomplete line of a killed worker is skipped."""
     rows = (
         fields
         for path in sorted(folder.glob("metrics/samples-*.jsonl"))
