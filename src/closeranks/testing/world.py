@@ -76,7 +76,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
             assert run_world(add, 4) == [6.0] * 4
 
     Raises ``WorldError`` when a rank raises, dies or is not done after ``timeout_s``: with the traceback, the exit
-    status, or the Python stacks of those that hang, the culprit first. The first call of a process takes some seconds,
+    status, or the Python stacks of hung ranks, the root cause first. The first call of a process takes some seconds,
     in which a server imports torch; from then on ranks are forked from it.
     """
     with tempfile.TemporaryDirectory(prefix="closeranks-world-") as folder:
