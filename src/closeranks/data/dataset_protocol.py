@@ -1,10 +1,10 @@
-"""What must stored data offer, so that any format serves any job?
+"""The interfaces of stored data, which make any format usable in any job.
 
 Two kinds: ``Records`` (each record is a sample: images, features, pairs) and ``Tokens`` (one long stream with the ends
-of its documents). Invariants: a record or token is found by its number alone, in any order and from any process; what a
-store returns has passed the checksums that its format carries; a record that has not is a ``BadRecordError`` which
-names file, offset and reason. Order, batches and ranks are not a store's business. Stores can be pickled (they open
-their files again), and are read from one thread at a time.
+of its documents). Invariants: a record or token is found by its number alone, in any order and from any process;
+returned data has passed the checksums that its format has; a record that has not is a ``BadRecordError`` which names
+file, offset and reason. Order, batches and ranks are handled elsewhere. Stores can be pickled (they reopen their
+files), and are read from one thread at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Record: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where something lies, for people: ``file`` as they know it (a path or URL), ``offset`` in bytes or rows."""
+    """Where something is stored, for people: ``file`` as the user knows it (a path or URL), ``offset`` in bytes or
+    rows."""
 
     file: str
     offset: int
@@ -38,24 +39,24 @@ class Records(Protocol):
     """Records by number."""
 
     identity: str
-    """Names the content, not the path alone: a resumed run refuses other data. Cheap to make (no full read)."""
+    """Identifies the content, not only the path: a resumed run refuses other data. Cheap to compute (no full read)."""
     block: int
-    """Records that lie together (``typical_block``); 0 where any order costs the same."""
+    """Number of records that are stored together (``typical_block``); 0 if all orders cost the same."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Ints) -> list[Record]:
-        """In the order asked for. ``BadRecordError`` for the first that is damaged."""
+        """In the order of ``indices``. ``BadRecordError`` for the first that is damaged."""
         ...
 
     def where(self, index: int) -> RecordLocation: ...
 
     def files_of(self, indices: Ints) -> Sequence[str]:
-        """Names of the files these records lie in, in the order first needed, without repeats."""
+        """Names of the files that contain these records, in the order first needed, without duplicates."""
         ...
 
     def close(self) -> None:
-        """Let go of all files; ``read`` opens them again."""
+        """Release all files; ``read`` opens them again."""
         ...
 
 
@@ -65,9 +66,9 @@ class Tokens(Protocol):
     identity: str
     dtype: np.dtype[Any]
     vocab_size: int
-    """Ids are below it; 0 where the format does not say."""
+    """All ids are below it; 0 if the format does not say."""
     block: int
-    """Tokens that lie together (``typical_block``); 0 where any order costs the same."""
+    """Number of tokens that are stored together (``typical_block``); 0 if all orders cost the same."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -79,7 +80,7 @@ class Tokens(Protocol):
         ...
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
-        """``length`` tokens from each start, one row each, across documents and files alike. [n, length]"""
+        """``length`` tokens from each start, one row each, also across documents and files. [n, length]"""
         ...
 
     def where(self, start: int) -> RecordLocation: ...
@@ -87,19 +88,19 @@ class Tokens(Protocol):
     def files_of(self, starts: Ints, length: int) -> Sequence[str]: ...
 
     def close(self) -> None:
-        """Let go of all files; ``read`` opens them again."""
+        """Release all files; ``read`` opens them again."""
         ...
 
 
 @runtime_checkable
 class ColumnarRecords(Records, Protocol):
-    """Records whose fields lie apart, so that those nobody asks for need not be decoded."""
+    """Records whose fields are stored separately, so that unused fields need not be decoded."""
 
     @property
     def column_names(self) -> Sequence[str]: ...
 
     def select(self, names: Sequence[str]) -> Records:
-        """The same records with these fields alone, of the same identity."""
+        """The same records with only these fields, with the same identity."""
         ...
 
 
@@ -108,21 +109,22 @@ class CheckableIndex(Protocol):
     def path(self) -> Path: ...
 
     def check(self) -> None:
-        """Every byte; ``DataError`` names what is damaged."""
+        """Checks every byte; ``DataError`` names what is damaged."""
         ...
 
 
 @runtime_checkable
 class IndexedStore(Protocol):
-    """A store that reads by a saved index, of which opening checks a part."""
+    """A store with a saved index, of which opening checks only a part."""
 
     @property
     def indexes(self) -> Sequence[CheckableIndex]: ...
 
 
 def select_fields(records: Records, names: Collection[str]) -> Records:
-    """Only what these fields need, where a format can leave the others out; ``json.label`` needs ``json``. No names, or
-    one that is no column: as they are, for whoever reads to say what is missing."""
+    """The records with only these fields (column projection), if the format can skip the others; ``json.label`` needs
+    ``json``. Without names, or if one is not a column, the records are returned as they are: the reader then reports
+    what is missing."""
     if not names or not isinstance(records, ColumnarRecords):
         return records
     found = {name: _column_of(name, records.column_names) for name in names}
@@ -136,9 +138,9 @@ def _column_of(name: str, columns: Sequence[str]) -> str:
 
 
 def typical_block(counts: Sequence[int] | Ints) -> int:
-    """Items that lie together, from how many each file (or what else is read as a whole) holds; 0 for a single one. The
-    median: blocks then fall on files that are equal but for the last one, and a few odd ones do not matter. Where the
-    files lie does not count: data that moves keeps its order."""
+    """Number of items that are stored together, from the number in each file (or other unit that is read as a whole); 0
+    for a single one. The median: with files of equal size except the last, blocks then coincide with files, and a few
+    odd ones do not matter. The location of the files has no influence: data that is moved keeps its order."""
     held = np.sort(np.asarray(counts, dtype=np.int64))
     held = held[held > 0]
     return int(held[len(held) // 2]) if len(held) > 1 else 0

@@ -1,13 +1,13 @@
-"""What values do the bytes of a record stand for?
+"""Decodes the bytes of a record's fields into values.
 
-The last part of a field's name says what its bytes are: ``jpg jpeg png webp ppm pgm bmp gif tif tiff``, ``image`` and
-``img`` an image; ``npy`` and ``npz`` arrays; ``json``; ``cls``, ``cls2``, ``index``, ``inx``, ``id`` and ``int`` a
-whole number; ``txt``, ``text``, ``transcript`` and ``caption`` text. Where the name says nothing, bytes that begin as a
-JPEG, PNG, WebP or BMP does are an image (``is_image``) and others an array of bytes. Other values stay what they are,
-lists of numbers become arrays and what is nested gets names with dots (``json.label``).
-Invariants: nothing is ever unpickled: a field that would need it is a ``DataError``, since no job gets further by
-skipping it; bytes that are not what their name says are a ``BadRecordError`` with place and reason; images are uint8
-[height, width, 3], whatever was stored, so that grey ones and coloured ones go into one batch.
+The last part of a field's name determines its type: ``jpg jpeg png webp ppm pgm bmp gif tif tiff``, ``image`` and
+``img`` are images; ``npy`` and ``npz`` arrays; ``json``; ``cls``, ``cls2``, ``index``, ``inx``, ``id`` and ``int``
+integers; ``txt``, ``text``, ``transcript`` and ``caption`` text. If the name says nothing, bytes that begin like a
+JPEG, PNG, WebP or BMP are an image (``is_image``) and others an array of bytes. Other values are unchanged, except that
+lists of numbers become arrays and nested values get dotted names (``json.label``). Invariants: nothing is ever
+unpickled: a field that would need it is a ``DataError``, since skipping samples would not help; bytes that do not match
+their field's name are a ``BadRecordError`` with location and reason; images are uint8 [height, width, 3], however they
+were stored, so that greyscale and colour images fit into one batch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Decoded: TypeAlias = dict[str, Any]
-"""Named values: arrays, str, int, float, bool; None and lists that are no arrays stay what they are."""
+"""Named values: arrays, str, int, float, bool; None and lists that cannot be arrays are unchanged."""
 Where: TypeAlias = Callable[[int], object]
-"""Where the n-th record of a batch lies; asked only when something is wrong with it."""
+"""Location of the n-th record of a batch; called only if something is wrong with it."""
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "image", "img"])
 NUMBERS = frozenset(["cls", "cls2", "index", "inx", "id", "int"])
@@ -47,7 +47,7 @@ _EMPTY = "is empty"
 
 def decode(record: Record, image_size: int = 0, fields: Mapping[str, str] = _ALL, where: object = "") -> Decoded:
     """``fields``: name in the result -> name in the record; empty: all, under their own names. ``image_size``: images
-    are cut to their centre square and scaled to this many pixels; 0: as they are."""
+    are cropped to their centre square and scaled to this many pixels; 0: unchanged."""
     chosen = fields or {name: name for name in record}
     decoded: Decoded = {}
     try:
@@ -68,7 +68,7 @@ def decode(record: Record, image_size: int = 0, fields: Mapping[str, str] = _ALL
 def decode_batch(
     records: Sequence[Record], image_size: int = 0, fields: Mapping[str, str] = _ALL, where: Where | None = None
 ) -> list[Decoded]:
-    """Like ``decode`` for each; the time counts as ``decode``."""
+    """``decode`` for each record; the time counts as ``decode``."""
     with stage("decode"):
         if where is None:
             return [decode(record, image_size, fields) for record in records]
@@ -88,12 +88,12 @@ def is_image(name: str, value: Any) -> bool:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a field's name says nothing of what its bytes are."""
+    """Whether a field's name says nothing about its type."""
     return _kind(name) not in _NAMED
 
 
 def is_embedded(value: Any) -> bool:
-    """How Hugging Face's datasets store an image, or a sound, in a column."""
+    """Whether a value is an image or sound as Hugging Face's datasets store it in a column."""
     return isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and value["bytes"] is not None
 
 
@@ -102,8 +102,8 @@ def _kind(name: str) -> str:
 
 
 def looks_like_image(value: bytes | bytearray | memoryview) -> bool:
-    """Strict enough that text and numbers are not taken for one: JPEG and BMP have short marks, so that what follows
-    the mark must make sense as well."""
+    """Strict enough that text and numbers are not mistaken for images: JPEG and BMP have short signatures, so what
+    follows the signature must be plausible as well."""
     head = bytes(value[:16])
     if head.startswith(b"\x89PNG\r\n\x1a\n") or (head[:4] == b"RIFF" and head[8:12] == b"WEBP"):
         return True
@@ -114,7 +114,7 @@ def looks_like_image(value: bytes | bytearray | memoryview) -> bool:
 
 
 class LazyLocation:
-    """A place that is only looked up when it is shown."""
+    """A location that is computed only when it is printed."""
 
     def __init__(self, where: Where, number: int) -> None:
         self._where, self._number = where, number
@@ -124,7 +124,7 @@ class LazyLocation:
 
 
 class _Unusable(Exception):
-    """A field whose bytes are not what its name says; ``str`` completes "field 'x' ..."."""
+    """The bytes of a field do not match its name; ``str`` completes "field 'x' ..."."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -136,7 +136,7 @@ class _Refused(Exception):
 
 
 def _value(record: Record, name: str, image_size: int) -> Any:
-    """Of a field, or of what is nested in one: ``json.label`` where the record has only ``json``."""
+    """The value of a field, or a value nested in one: ``json.label`` if the record has only ``json``."""
     if name in record:
         return _decoded(name, record[name], image_size)
     outer, dot, inner = name.rpartition(".")
@@ -200,7 +200,7 @@ def _nested(value: Any) -> Any:
 
 
 def _array_of(values: Sequence[Any]) -> Any:
-    """Numbers in even rows as an array; anything else stays a list."""
+    """Numbers in rows of equal length become an array; anything else stays a list."""
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):
@@ -216,7 +216,7 @@ def _npy(name: str, data: bytes) -> npt.NDArray[Any]:
 
 
 def _read_npy(name: str, file: io.BytesIO) -> npt.NDArray[Any]:
-    """Never through ``np.load``, which takes what it does not know for a pickle."""
+    """Never through ``np.load``, which treats unknown content as a pickle."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"format version {version[0]}.{version[1]} is not known")
@@ -256,13 +256,13 @@ def _image(name: str, data: bytes | bytearray | memoryview, image_size: int) -> 
             return np.array(_sized(image, image_size))
     except (MemoryError, _Unusable):
         raise
-    except Exception as error:  # Pillow's decoders raise whatever their parsers come upon
+    except Exception as error:  # Pillow's decoders raise any exception
         raise _Unusable(name, _image_words(data, error)) from error
 
 
 def image_error(data: bytes | bytearray | memoryview, *, in_full: bool) -> str:
-    """Why these bytes are no image; empty where they are one. ``in_full``: all of it is unpacked; else what can be told
-    without that is looked at: its header, and the checksums of a PNG. Without Pillow: whether there are any bytes."""
+    """Why these bytes are not an image; empty if they are. ``in_full``: decode all of it; otherwise check only what
+    needs no decoding: its header, and the checksums of a PNG. Without Pillow: check only that there are bytes."""
     try:
         from PIL import Image
     except ImportError:
@@ -278,7 +278,7 @@ def image_error(data: bytes | bytearray | memoryview, *, in_full: bool) -> str:
 
 
 def _image_words(data: bytes | bytearray | memoryview, error: Exception) -> str:
-    """Completes "field 'x' ..."; Pillow names what it cannot identify by an address in memory."""
+    """Completes "field 'x' ..."; Pillow identifies unknown input by its memory address, which is left out."""
     if not len(data):
         return _EMPTY
     if type(error).__name__ == "UnidentifiedImageError":
@@ -293,7 +293,7 @@ def _sized(image: Image, image_size: int) -> Image:
 
     width, height = image.size
     shorter = min(width, height)
-    # JPEG can be unpacked at a half, a quarter or an eighth: far faster, and still at least twice what is wanted.
+    # JPEG can be decoded at 1/2, 1/4 or 1/8 of its size: far faster, and still at least twice the requested size.
     image.draft("RGB", (2 * image_size * width // shorter, 2 * image_size * height // shorter))
     width, height = image.size
     shorter = min(width, height)

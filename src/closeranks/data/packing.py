@@ -1,13 +1,13 @@
-"""Which documents share a row, when whole documents become samples of one size?
+"""Packs whole documents into rows of one size.
 
-Documents are packed inside fixed blocks of neighbouring documents, by their lengths alone. Invariants: every token of
-every document with at least two tokens stands in exactly one row; a document is cut only where it is longer than a row;
-row ``n`` follows from the lengths of the documents in its block and of those before, so that documents appended later
+Documents are packed inside fixed blocks of consecutive documents, by their lengths alone. Invariants: every token of
+every document with at least two tokens is in exactly one row; a document is cut only if it is longer than a row; row
+``n`` depends only on the lengths of the documents in its block and of those before, so that documents appended later
 change no complete block.
 
-A document longer than a row is cut into pieces of a whole row each, and a rest. A piece stands alone as a document
-would: its first token is not predicted, and it sees nothing of the pieces before. Empty documents and those of one
-token, which predict nothing, are left out.
+A document longer than a row is cut into pieces of a whole row each, and a remainder. Each piece is treated as a
+document of its own: its first token is not predicted, and it does not see the pieces before it. Documents of zero or
+one token, which predict nothing, are left out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from closeranks.core.errors import BadRecordError
 from closeranks.data.dataset_protocol import Ints, Tokens
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""(tokens done, tokens in all)"""
+"""(tokens done, total tokens)"""
 
 _BLOCK_TOKENS = 1 << 20
 _BLOCK_ROWS = 512
 _SLICE = 1 << 17
-# Segments are read as runs of this many tokens: shorter costs runs, longer reads tokens of the next document.
+# Segments are read in runs of this many tokens: shorter means more runs, longer reads tokens of the next document.
 _RUN = 128
 
 
 class PackedSegments(NamedTuple):
-    """Pieces of documents in the order they are laid into rows: ``counts`` says how many each row takes."""
+    """Pieces of documents in the order in which they fill the rows: ``counts`` is the number of pieces in each row."""
 
     starts: Ints
     lengths: Ints
@@ -43,16 +43,16 @@ class PackedSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Row -> its segments. The arrays may be memory-mapped: nothing here reads more than the rows asked for."""
+    """Maps a row to its segments. The arrays may be memory-mapped: only the requested rows are read."""
 
     row_tokens: int
     firsts: Ints
-    """Where each row's segments begin in the two arrays below, and where the last one's end. [num_rows + 1]"""
+    """Where each row's segments begin in the two arrays below, and where the last row's end. [num_rows + 1]"""
     starts: Ints
-    """First token of each segment, in the stream; ascending inside a row."""
+    """First token of each segment, as a position in the stream; ascending inside a row."""
     lengths: npt.NDArray[np.int32]
     num_tokens: int
-    """Tokens in all rows, padding not counted."""
+    """Tokens in all rows, without padding."""
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +70,7 @@ class Packing:
         return PackedSegments(self.starts[places], self.lengths[places].astype(np.int64), counts)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """As it is saved; ``from_arrays`` is the inverse."""
+        """The arrays to save; ``from_arrays`` is the inverse."""
         totals = np.array([self.row_tokens, self.num_tokens], dtype=np.int64)
         return {"totals": totals, "firsts": self.firsts, "starts": self.starts, "lengths": self.lengths}
 
@@ -81,7 +81,7 @@ class Packing:
 
 
 def default_block_tokens(row_tokens: int) -> int:
-    """Large enough that the last, half-empty rows of a block weigh little, small enough to lie together."""
+    """Large enough that the half-empty last rows of a block matter little, small enough to be stored close together."""
     return max(_BLOCK_TOKENS, _BLOCK_ROWS * row_tokens)
 
 
@@ -106,9 +106,9 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 def block_bounds(ends: npt.NDArray[Any], block_tokens: int) -> Iterator[Ints]:
-    """Where the documents of each block begin and end: a block is complete with the document that fills it.
+    """Where the documents of each block begin and end: the document that reaches ``block_tokens`` completes a block.
 
-    Reads the ends front to back, a slice at a time: there may be more of them than memory holds.
+    Reads the ends front to back, a slice at a time: there may be more of them than fit into memory.
     """
     begin, taken = 0, 0
     waiting = np.zeros(0, dtype=np.int64)
@@ -144,9 +144,11 @@ def pack_block(starts: Ints, lengths: Ints, row_tokens: int) -> PackedSegments:
 
 
 def best_fit(lengths: Ints, row_tokens: int) -> Ints:
-    """A row for each length: the longest first, each into the fullest row that still takes it, else into a new one.
+    """A row for each length (best-fit decreasing): the longest first, each into the fullest row with enough space, else
+    into a new one.
 
-    About a microsecond each: rows wait under the room they have left, and the rooms that occur are kept sorted.
+    About a microsecond each: rows are grouped by their free space, and the sizes of free space that occur are kept
+    sorted.
     """
     rooms: list[int] = []
     waiting: dict[int, list[int]] = {}
@@ -174,20 +176,20 @@ def best_fit(lengths: Ints, row_tokens: int) -> Ints:
 
 
 def read_segments(store: Tokens, starts: Ints, lengths: Ints) -> npt.NDArray[Any]:
-    """The tokens of all segments in a row, in one read of the store. [sum of lengths]"""
+    """The tokens of all segments, concatenated, in one read of the store. [sum of lengths]"""
     try:
         return _read_runs(store, starts, lengths, min(_RUN, store.num_tokens, int(lengths.max())))
     except BadRecordError:
-        # A segment shorter than a run is read beyond its end: what is damaged there is not its fault.
+        # A segment shorter than a run is read past its end: damage there is not the segment's.
         return _read_exactly(store, starts, lengths)
 
 
 def _read_runs(store: Tokens, starts: Ints, lengths: Ints, run: int) -> npt.NDArray[Any]:
-    """Segments as runs of one length; nothing beyond a segment is read unless it is shorter than a run."""
+    """Reads segments in runs of one length; nothing outside a segment is read unless it is shorter than a run."""
     num_runs = -(-lengths // run)
     segment = np.repeat(np.arange(len(lengths)), num_runs)
     offset = (np.arange(len(segment)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)) * run
-    # The last run of a segment begins earlier, so that it ends where the segment does; its head was read already.
+    # The last run of a segment starts earlier, so that it ends where the segment does; it overlaps the run before.
     begins = starts[segment] + np.minimum(offset, np.maximum(lengths[segment] - run, 0))
     begins = np.minimum(begins, store.num_tokens - run)
     read = store.read(begins, run)
@@ -199,7 +201,7 @@ def _read_runs(store: Tokens, starts: Ints, lengths: Ints, run: int) -> npt.NDAr
 
 
 def _read_exactly(store: Tokens, starts: Ints, lengths: Ints) -> npt.NDArray[Any]:
-    """A read for each power of two: runs no longer than their segments."""
+    """One read per power of two: runs no longer than their segments."""
     flat = np.empty(int(lengths.sum()), dtype=store.dtype)
     runs = 1 << np.minimum(np.log2(lengths).astype(np.int64), _RUN.bit_length() - 1)
     segment = np.repeat(np.arange(len(lengths)), lengths)
@@ -211,13 +213,13 @@ def _read_exactly(store: Tokens, starts: Ints, lengths: Ints) -> npt.NDArray[Any
 
 class PackedRows(NamedTuple):
     tokens: npt.NDArray[Any]
-    """[n, row_tokens], 0 where there is padding."""
+    """[n, row_tokens], 0 for padding."""
     documents: npt.NDArray[np.int32]
     """Number of the document in its row, from 0; -1 for padding. [n, row_tokens]"""
 
 
 def fill_rows(flat: npt.NDArray[Any], lengths: Ints, counts: Ints, row_tokens: int) -> PackedRows:
-    """Segments one after the other from the left of each row, padding to the right."""
+    """Segments one after the other from the left of each row, padding on the right."""
     row = np.repeat(np.arange(len(counts)), counts)
     used = np.bincount(row, weights=lengths, minlength=len(counts)).astype(np.int64)
     number = np.arange(len(lengths)) - np.repeat(np.cumsum(counts) - counts, counts)

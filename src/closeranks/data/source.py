@@ -1,7 +1,8 @@
-"""What does the loader ask of a source beyond its samples?
+"""The interface that the loader expects of a source, beyond reading samples.
 
-Any source will do (``core.protocols.Source``); stored ones also say what lies together, where a sample lies and take
-word of what will be read next. ``placed`` gives the others plain answers, so that nobody asks which kind it is.
+Any source can be loaded (``core.protocols.DataSource``); stored ones also know which samples are stored together and
+where each one is, and prefetch what will be read next. ``as_loader_source`` gives other sources default answers, so
+that callers need not distinguish them.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from closeranks.data.dataset_protocol import Ints
 
 @runtime_checkable
 class LoaderSource(DataSource, Protocol):
-    """Samples that lie somewhere. ``read`` raises ``BadRecordError`` when a sample itself is at fault, and any other
-    error when the data as a whole cannot be read (a missing file, a lost connection)."""
+    """A source of stored samples. ``read`` raises ``BadRecordError`` if a single sample is bad, and any other error if
+    the data as a whole cannot be read (a missing file, a lost connection)."""
 
     block: int
-    """Samples that lie together; 0 where any order costs the same."""
+    """Number of samples that are stored together; 0 if all orders cost the same."""
 
     def where(self, index: int) -> str:
-        """Where a sample lies, for people; empty where there is nothing to say."""
+        """Location of a sample, for people; empty if there is none."""
         ...
 
     def prefetch(self, indices: Ints) -> None:
-        """These will be read soon, in this order: begin to fetch what lies far away. Returns at once."""
+        """These will be read soon, in this order: begin to fetch what is remote. Returns at once."""
         ...
 
     def close(self) -> None:
-        """Give back files and stop fetching; ``read`` opens again."""
+        """Release files and stop fetching; ``read`` opens them again."""
         ...
 
 
 class PlainSource:
-    """A source with nothing to say of places: what a user hands over."""
+    """A source without locations: what a user passes in."""
 
     def __init__(self, source: DataSource) -> None:
         self._source = source

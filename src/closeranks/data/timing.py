@@ -1,8 +1,8 @@
-"""What does reading spend its time on: the disk, the network, decoding, or putting a batch together?
+"""Measures what reading spends its time on: disk, network, decoding or collating.
 
-A clock of each thread's own: whoever reads measures, whoever works inside says what it is doing. Invariants: every
-second that is measured is counted once, under the innermost name; a second under no name is ``read``; where nobody
-measures, naming a stage costs a fraction of a microsecond. Needs no torch.
+Each thread has its own clock: the caller measures, and the code inside names its stages. Invariants: every measured
+second is counted once, under the innermost stage; a second outside any stage counts as ``read``; outside a measurement,
+entering a stage costs a fraction of a microsecond. Does not import torch.
 
     with measure() as times:
         batch = source.read(indices)     inside: ``with stage("decode"): ...``
@@ -22,16 +22,16 @@ _NAMES = ("read", "fetch", "decode", "collate")
 
 @dataclass(slots=True)
 class StageTimes:
-    """Seconds by what they were spent on, added up over whatever threads and processes were at it."""
+    """Seconds by stage, summed over all threads and processes involved."""
 
     read_s: float = 0.0
-    """Finding and reading bytes on this host, and whatever else has no name of its own."""
+    """Finding and reading bytes on this host, and everything outside other stages."""
     fetch_s: float = 0.0
-    """Waiting for bytes that lie far away."""
+    """Waiting for remote bytes."""
     decode_s: float = 0.0
-    """Making values of bytes."""
+    """Decoding bytes into values."""
     collate_s: float = 0.0
-    """Putting samples together into batches."""
+    """Collating samples into batches."""
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return StageTimes(
@@ -43,15 +43,15 @@ class StageTimes:
 
 
 class _Clock(threading.local):
-    """``seconds`` is None while nobody measures in this thread."""
+    """``seconds`` is None while this thread is not being measured."""
 
     seconds: list[float] | None = None
     slot: int = 0
     since: float = 0.0
-    outer: list[int] = []  # noqa: RUF012  replaced, never changed, before anything is measured
+    outer: list[int] = []  # noqa: RUF012  replaced, never mutated, before anything is measured
 
     def turn(self, seconds: list[float], slot: int) -> None:
-        """Book the time since the last turn, and go on under another name."""
+        """Add the time since the last call to the current stage, and switch to another."""
         now = perf_counter()
         seconds[self.slot] += now - self.since
         self.slot, self.since = slot, now
@@ -61,7 +61,7 @@ _CLOCK = _Clock()
 
 
 class _Stage:
-    """Holds no state, so that one object serves every thread and every depth."""
+    """Stateless, so that one object serves every thread and every nesting depth."""
 
     __slots__ = ("_slot",)
 
@@ -92,7 +92,7 @@ def stage(name: str) -> AbstractContextManager[None]:
 
 
 class measure:
-    """Measure this thread; the times are filled in at the end. Inside another one, its seconds count in both."""
+    """Measure this thread; the times are filled in at the end. Seconds of a nested measurement count in both."""
 
     __slots__ = ("_before", "_outer", "_own", "_slot", "_times")
 

@@ -1,8 +1,8 @@
-"""How does a build go, from what a person asked for to a data set?
+"""Runs a build, from the user's request to the finished data set.
 
-Call sequence: look at the inputs (nothing is written), decide what to do with the folder, build the parts that are not
-done, describe the whole, remove the traces. Invariant: the data set is described last, in one step: a folder without
-``dataset.json`` is a build that is not finished, and is never read by mistake.
+Call sequence: inspect the inputs (nothing is written), decide what to do with the output folder, build the parts that
+are not done, write the manifest, remove temporary files. Invariant: the manifest is written last, atomically: a folder
+without ``dataset.json`` is an unfinished build, and is never read by mistake.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What a person asked for."""
+    """What the user asked for."""
 
     inputs: tuple[str, ...]
     out: Path
@@ -50,22 +50,22 @@ class BuildRequest:
 class BuildSummary:
     kind: str
     num_documents: int
-    """Or records."""
+    """Or the number of records."""
     num_tokens: int
     num_shards: int
     num_bytes: int
-    """Of the shards."""
+    """Total size of the shards."""
     text_bytes: int
     num_skipped: int
     skipped: tuple[str, ...]
-    """The first of them: where, and why."""
+    """The first skipped records: where, and why."""
     num_parts: int = 0
     num_resumed: int = 0
-    """Parts that an earlier start had finished."""
+    """Parts that an earlier run had finished."""
     is_old: bool = False
-    """The whole was there already."""
+    """The data set was complete already."""
     read_bytes: int = 0
-    """Of the inputs, this time."""
+    """Bytes of the inputs read in this run."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class BuildSummary:
 
 @dataclass(frozen=True, slots=True)
 class BuildReporter:
-    """Who is told how it goes."""
+    """Receives progress reports."""
 
     on_total: Callable[[int, int], None] = lambda total, done: None
     on_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -82,12 +82,12 @@ class BuildReporter:
 
 
 def build_shards(request: BuildRequest, reporter: BuildReporter | None = None) -> BuildSummary:
-    """Raises before anything is written where the request cannot be done."""
+    """Raises before anything is written if the request cannot be fulfilled."""
     reporter, started_at = reporter or BuildReporter(), time.monotonic()
     with temporary_folder() as indexes:
         blueprint = _looked_at(request, indexes, reporter)
         if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "done":
-            BuildJournal(request.out).clear(plan_too=False)  # where a kill came between the description and this
+            BuildJournal(request.out).clear(plan_too=False)  # for a kill between writing the manifest and this
             return replace(_summary(read_output_manifest(request.out)), is_old=True)
         summary, read_bytes = _build(blueprint, request, reporter)
     return replace(summary, seconds=time.monotonic() - started_at, read_bytes=read_bytes)
@@ -116,7 +116,7 @@ def settings_of(request: BuildRequest) -> BuildSettings:
 def _build(blueprint: BuildSpec, request: BuildRequest, reporter: BuildReporter) -> tuple[BuildSummary, int]:
     journal = BuildJournal(blueprint.out)
     with journal.lock():
-        # Asked again: another process may have worked here before the folder was ours.
+        # Checked again: another process may have worked here before this one held the lock.
         if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "fresh":
             remove_old_build(blueprint.out)
             journal.clear(plan_too=True)
@@ -142,7 +142,7 @@ def _build_parts(
     request: BuildRequest,
     reporter: BuildReporter,
 ) -> int:
-    """Adds what is built to ``done``; the bytes that were read."""
+    """Adds the parts built to ``done``; returns the number of bytes read."""
     todo = [part.index for part in blueprint.parts if part.index not in done]
     total, rest = blueprint.input_bytes, sum(_input_bytes(blueprint, index) for index in todo)
     reporter.on_total(total, total - rest)
@@ -162,7 +162,7 @@ def _build_parts(
 
 
 def _nothing(blueprint: BuildSpec, done: dict[int, PartDone]) -> str:
-    """Why there is nothing to train on, though every part was built; empty where there is something."""
+    """Why there is nothing to train on, though every part was built; empty if there is something."""
     tally = sum((done[index].tally for index in sorted(done)), PartCounts())
     if _shards(done) and (blueprint.settings.kind != "tokens" or tally.text_bytes):
         return ""
@@ -180,7 +180,7 @@ def num_cores() -> int:
 
 
 def _input_bytes(blueprint: BuildSpec, index: int) -> int:
-    """Of the inputs, what a part reads."""
+    """Bytes of the inputs that a part reads."""
     total = 0
     for span in part_ranges(blueprint.parts[index], blueprint.extents):
         size, units = blueprint.inputs[span.input].num_bytes, blueprint.extents[span.input].num_units

@@ -1,7 +1,7 @@
-"""What is a build: everything its processes must know, and what each part of it becomes?
+"""The values that define a build and the results of its parts.
 
-All of it are values that can be pickled. Invariant: two builds with the same inputs and settings write the same bytes,
-wherever and whenever they run.
+All of them can be pickled. Invariant: two builds with the same inputs and settings write the same bytes, wherever and
+whenever they run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from closeranks.data.building.tokenizer import EncoderSpec
 from closeranks.data.files.protocol import Files
 
 LISTED = 20
-"""Skipped records that are named one by one, in each part and in the whole."""
+"""Maximum number of skipped records that are listed, per part and in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """What a person asked for, as far as it changes the result."""
+    """The user's settings, as far as they affect the result."""
 
     kind: str = "tokens"
     field: str = ""
@@ -32,10 +32,10 @@ class BuildSettings:
     shard_bytes: int = 256_000_000
     on_bad: str = "stop"
     encoder: EncoderSpec | None = None
-    """None where records are kept as they are."""
+    """None if records are kept as they are."""
 
     def as_options(self) -> dict[str, Any]:
-        """As options of the command line, for people and to compare."""
+        """As command-line options, for messages and comparisons."""
         encoder = self.encoder
         options: dict[str, Any] = {"kind": self.kind, "field": self.field, "split": self.split, "format": self.format}
         options |= {"shard-size": self.shard_bytes, "on-bad": self.on_bad}
@@ -48,7 +48,7 @@ class BuildSettings:
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
     given_paths: tuple[str, ...]
-    """The inputs, as they were named."""
+    """The inputs, as the user named them."""
     input_folders: tuple[Files, ...]
     inputs: tuple[BuildInput, ...]
     extents: tuple[InputExtent, ...]
@@ -56,11 +56,11 @@ class BuildSpec:
     settings: BuildSettings
     out: Path
     index_folder: str
-    """For the indexes of formats that have none, while the build goes on: inputs are left as they are."""
+    """For the indexes of formats that have none, during the build: input folders are not modified."""
 
     @property
     def identity(self) -> str:
-        """What is written into the shards: names and sizes of the inputs, and nothing of time or place."""
+        """What is written into the shards: names and sizes of the inputs, nothing about time or location."""
         digest = blake3(repr(sorted(self.settings.as_options().items())).encode())
         for given in self.inputs:
             digest.update(f"{given.name}\0{given.kind}\0{given.num_bytes}\0".encode(errors="surrogateescape"))
@@ -86,16 +86,16 @@ class SkippedRecord:
 
 @dataclass(slots=True)
 class PartCounts:
-    """What has become of the items of a part so far; the shard writer keeps it with every document, so that a build
-    that was killed inside a part knows it again."""
+    """Counts over the items of a part so far. The shard writer stores them with every document, so that a build that
+    was killed inside a part can restore them."""
 
     num_items: int = 0
-    """Taken from the inputs, bad ones too."""
+    """Items read from the inputs, including bad ones."""
     text_bytes: int = 0
-    """Of documents, before they were encoded."""
+    """Bytes of documents before they were encoded."""
     num_skipped: int = 0
     skipped: tuple[tuple[str, int, str, str], ...] = ()
-    """The first ``LISTED``, as plain values."""
+    """The first ``LISTED`` skipped records, as plain values."""
 
     def skip(self, one: SkippedRecord) -> None:
         self.num_items += 1
@@ -104,7 +104,7 @@ class PartCounts:
             self.skipped = (*self.skipped, (one.file, one.offset, one.unit, one.reason))
 
     def encode(self) -> tuple[Any, ...]:
-        """Plain values for JSON; cheap, since it is asked for with every document."""
+        """Plain values for JSON; cheap, since it is called for every document."""
         return self.num_items, self.text_bytes, self.num_skipped, self.skipped
 
     @classmethod
@@ -123,7 +123,7 @@ class PartCounts:
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """What a part has become."""
+    """The result of a part."""
 
     index: int
     shards: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""What is a build to read, and can it? Looked at before anything is written.
+"""Inspects the inputs of a build before anything is written.
 
-Invariant: a mistake that the first record of an input shows (a field that is not there, a format that is not what it
-says) is told now, in one sentence, and not after an hour.
+Invariant: a mistake that shows in the first record of an input (a missing field, a wrong format) is reported now, in
+one sentence, and not after an hour.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 def make_build_spec(
     given: tuple[str, ...], settings: BuildSettings, out: Path, index_folder: str, on_remark: Callable[[str], None]
 ) -> BuildSpec:
-    """Everything that is decided before the first shard."""
+    """Everything that is decided before the first shard is written."""
     places = tuple(_place(text, out) for text in given)
     found = find_inputs(places, given, settings.format)
     for text, one in zip(given, found, strict=True):
@@ -76,7 +76,7 @@ class _Look:
     index_folder: str
 
     def extent(self, given: BuildInput, files: Files) -> InputExtent:
-        """Into what an input can be cut, and what it will become."""
+        """The units into which an input can be cut, and the expected size of the output."""
         factor = self.encoder.bytes_per_byte if self.encoder is not None else 1.0
         return InputExtent(int(given.content_bytes * factor), self._num_units(given, files))
 
@@ -104,7 +104,7 @@ class _Look:
             raise DataError(f"{where}: {item.reason}", _advice(given, settings))
 
     def _refuse_array(self, given: BuildInput, files: Files) -> None:
-        """A list of objects that fills the file is no line of it, whatever stands on its first line."""
+        """A JSON array of objects that fills the file is not JSON lines, whatever its first line looks like."""
         shown = files.full_name(given.name)
         with files.local_path(given.name) as path, open_stream(path, shown, given.compression) as stream:
             if not _ARRAY.match(stream.content.read(_PEEK_BYTES)):

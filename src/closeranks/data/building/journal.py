@@ -1,8 +1,8 @@
-"""What is finished of a build, and may a folder be built into?
+"""Records which parts of a build are finished, and decides whether a folder may be built into.
 
-A folder that is being built holds ``.build/plan.json`` (which build this is, kept for good) and one document for each
-finished part. Invariants: a document says that a part is done only after its shards are; a folder with the traces of
-one build never takes another's; nothing that no build wrote is ever removed.
+During a build the folder holds ``.build/plan.json`` (identifies the build, kept permanently) and one document for each
+finished part. Invariants: a part's document is written only after its shards are complete; a folder that contains one
+build is never used for another; files that no build wrote are never removed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ DESCRIBED = declare_failpoint("build.described", "dataset.json is written; tempo
 
 @dataclass(frozen=True, slots=True)
 class OutputFolderState:
-    """What a folder holds before a build."""
+    """The state of the output folder before a build."""
 
     state: Literal["new", "ours", "other", "done", "foreign"]
-    """``ours``: begun by the same build; ``other``: by another; ``done``: finished by the same; ``foreign``: files
-    that no build wrote."""
+    """``ours``: begun by the same build; ``other``: by another; ``done``: finished by the same; ``foreign``: contains
+    files that no build wrote."""
     what: str = ""
     """For ``other`` and ``foreign``: what is different."""
 
 
 def decide(standing: OutputFolderState, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
-    """What to do with a folder; raises where a person must choose."""
+    """What to do with the folder; raises if the user must choose."""
     if standing.state == "foreign":
         what = f"the folder '{out}' is not empty: it holds {standing.what}"
         raise DataError(what, "Name a new folder: a build never removes what it did not write.")
@@ -60,7 +60,7 @@ def decide(standing: OutputFolderState, out: str, is_overwriting: bool) -> Liter
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """In words, which settings are not what they were, or that the inputs are not."""
+    """In words, which settings have changed, or that the inputs have."""
     changed = [
         f"{key} was {found.get(key)!r} and is now {wanted.get(key)!r}"
         for key in sorted({*found, *wanted} - {"fingerprint"})
@@ -81,7 +81,7 @@ class BuildJournal:
         self._publish(_PLAN, build_identity(blueprint))
 
     def saved_identity(self) -> dict[str, Any] | None:
-        """What the build that was begun here said of itself; None where there is none."""
+        """The identity of the build that was begun here; None if there is none."""
         found: dict[str, Any] | None = self._document(_PLAN)
         return found
 
@@ -91,12 +91,12 @@ class BuildJournal:
         failpoint(PART_NOTED)
 
     def finished_part(self, index: int) -> PartDone | None:
-        """A part that is done; None where it is not, or its document is damaged: then it is built again."""
+        """A finished part; None if it is unfinished, or its document is damaged: then the part is built again."""
         body = self._document(_name(index))
         return None if body is None else PartDone(index, tuple(body["shards"]), PartCounts.decode(body["tally"]))
 
     def clear(self, *, plan_too: bool) -> None:
-        """The documents of parts are of no use once the whole is described."""
+        """Remove the documents of parts, which are not needed once the manifest is written; with ``plan_too``, all."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name != _LOCK and (plan_too or path.name != _PLAN):
                 path.unlink(missing_ok=True)
@@ -115,7 +115,7 @@ class BuildJournal:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """The folder for this process alone; the lock goes with the process, however it ends."""
+        """Lock the folder for this process; the lock is released when the process ends, for whatever reason."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -139,6 +139,6 @@ def _name(index: int) -> str:
 
 
 def build_identity(blueprint: BuildSpec) -> dict[str, Any]:
-    """What tells one build from another."""
+    """The values that distinguish one build from another."""
     seen = fingerprint(blueprint.input_folders, blueprint.given_paths)
     return {**blueprint.settings.as_options(), "inputs": list(blueprint.given_paths), "fingerprint": seen}

@@ -1,4 +1,4 @@
-"""What does a folder hold that someone wants to build into?
+"""Examines the output folder of a build.
 
 Invariant: only files that builds write are ever taken for a build's, or removed.
 """
@@ -53,7 +53,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_described(out: Path) -> bool:
-    """A description that is damaged is written again, from the parts."""
+    """Whether a sound manifest exists; a damaged one is written again, from the parts."""
     try:
         read_output_manifest(out)
     except DataError:
@@ -66,7 +66,7 @@ def read_output_manifest(out: Path) -> DatasetManifest:
 
 
 def remove_old_build(out: Path) -> None:
-    """Away with an earlier build: its description first, so that no reader takes half of it for the whole."""
+    """Remove an earlier build: its manifest first, so that no reader takes a partial data set for a complete one."""
     for name in sorted(_names(out), key=lambda name: name != DATASET):
         if name != FOLDER and _is_ours(name):
             (out / name).unlink()

@@ -1,7 +1,7 @@
-"""How is one part of a build made: inputs in, shards out?
+"""Builds one part: reads its inputs and writes its shards.
 
-Invariant: what a part becomes follows from the blueprint alone. A part that was cut short goes on behind its last
-finished shard: its items are read again up to there, and neither encoded nor written.
+Invariant: the result of a part is determined by the build spec alone. An interrupted part continues after its last
+finished shard: items up to there are read again, but neither encoded nor written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BATCH_ITEMS = 4096
 
 
 class _Shared(TypedDict):
-    """What both kinds of writers are told."""
+    """Arguments that both kinds of writers take."""
 
     part: int
     build: str
@@ -34,7 +34,7 @@ class _Shared(TypedDict):
 
 
 class PartBuilder:
-    """Builds parts of one blueprint, one after the other; keeps tokenizer and stores open between them."""
+    """Builds the parts of one build spec, one after the other; keeps tokenizer and stores open between them."""
 
     def __init__(self, blueprint: BuildSpec, on_bytes: OnBytes) -> None:
         self._blueprint = blueprint
@@ -58,12 +58,12 @@ class PartBuilder:
             return PartDone(part.index, tokens.finish(), tally)
 
     def _shared(self, part: BuildPart) -> _Shared:
-        """The plan cuts parts of the size asked for; where it guessed wrong, shards are at most twice that."""
+        """The plan cuts parts of the requested size; if its estimate was wrong, shards are at most twice that."""
         shard_bytes = 2 * self._blueprint.settings.shard_bytes
         return {"part": part.index, "build": self._blueprint.identity, "shard_bytes": shard_bytes}
 
     def _rest(self, part: BuildPart, cursor: Any) -> tuple[PartCounts, Iterator[InputItem]]:
-        """What finished shards hold already, and the items behind it."""
+        """The counts over finished shards, and the items that come after them."""
         tally = PartCounts() if cursor is None else PartCounts.decode(cursor)
         return tally, islice(self._items(part), tally.num_items, None)
 
@@ -103,7 +103,7 @@ class PartBuilder:
         batch.flush()
 
     def _leave_out(self, tally: PartCounts, item: InputItem, reason: str) -> None:
-        """A bad item stops the build, or is counted."""
+        """Stops the build because of a bad item, or counts it as skipped."""
         skipped = SkippedRecord(item.file, item.offset, item.unit, reason)
         if self._blueprint.settings.on_bad == "stop":
             raise BadRecordError(
@@ -113,7 +113,7 @@ class PartBuilder:
 
 
 class _Batch:
-    """Documents that are encoded together: a call of a tokenizer for each would cost more than the encoding."""
+    """Documents that are encoded together: a tokenizer call for each would cost more than the encoding."""
 
     def __init__(self, writer: TokenShardWriter, encoder: TokenEncoder) -> None:
         self._writer, self._encoder = writer, encoder
@@ -122,7 +122,7 @@ class _Batch:
         self._num_bytes = 0
 
     def add(self, text: bytes, cursor: Any) -> None:
-        if len(text) >= _BATCH_BYTES:  # a large one goes alone, so that it is not copied
+        if len(text) >= _BATCH_BYTES:  # a large one is encoded alone, so that it is not copied
             self.flush()
         self._texts.append(text)
         self._cursors.append(cursor)

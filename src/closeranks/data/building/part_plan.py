@@ -1,9 +1,9 @@
-"""Which part of the inputs does each shard hold?
+"""Cuts the inputs of a build into parts, each of which becomes one shard or more.
 
-All inputs stand in a row, and the row is cut into parts: whole files, or ranges of those that can be cut (bytes of
-lines, numbers of records). Invariant: the plan is a pure function of the inputs and of the size that a part should
-have, never of processes or time: that makes a build byte-identical however many processes work at it, and lets one that
-was killed go on.
+The inputs are concatenated, and the sequence is cut into parts: whole files, or ranges of those that can be cut (bytes
+of lines, numbers of records). Invariant: the plan is a pure function of the inputs and of the requested part size,
+never of processes or time. A build is therefore byte-identical for any number of processes, and can be resumed after a
+kill.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _SLIVERS = 16
-"""So many slivers make a part."""
+"""A piece is a sliver if it is smaller than a part divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputExtent:
-    """What the plan must know of an input."""
+    """What the plan must know about an input."""
 
     weight: int
-    """Bytes that it is expected to become."""
+    """Expected number of output bytes."""
     num_units: int
-    """Into how many units it may be cut: bytes, records, or 1 for what only can be read from its beginning."""
+    """Number of units into which it may be cut: bytes, records, or 1 for inputs that can only be read from the
+    beginning."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class InputPosition:
-    """A point in the row of inputs: before unit ``unit`` of input ``input``."""
+    """A point in the sequence of inputs: before unit ``unit`` of input ``input``."""
 
     input: int
     unit: int
@@ -36,7 +37,7 @@ class InputPosition:
 
 @dataclass(frozen=True, slots=True)
 class BuildPart:
-    """What one process reads and writes in one go: the row of inputs from ``first`` to before ``last``."""
+    """What one process reads and writes at a time: the sequence of inputs from ``first`` up to ``last``."""
 
     index: int
     first: InputPosition
@@ -53,20 +54,20 @@ class InputRange:
 
 
 def plan_parts(extents: Sequence[InputExtent], part_bytes: int) -> tuple[BuildPart, ...]:
-    """Parts of about ``part_bytes``, in the order of the inputs; each input lies in one of them, or in neighbours."""
+    """Parts of about ``part_bytes``, in the order of the inputs; each input is in one part, or in consecutive ones."""
     cuts = [InputPosition(0, 0), *_cuts(extents, part_bytes), InputPosition(len(extents), 0)]
     cuts = [cut for number, cut in enumerate(cuts) if number == 0 or cut != cuts[number - 1]]
     return tuple(BuildPart(index, first, last) for index, (first, last) in enumerate(pairwise(cuts)))
 
 
 def _cuts(extents: Iterable[InputExtent], part_bytes: int) -> Iterator[InputPosition]:
-    """Slivers are not worth a seek and a second look for the next line: no cut leaves one on either side."""
+    """No cut leaves a sliver on either side: it would not be worth the seek and the search for the next line."""
     sliver, filled = part_bytes // _SLIVERS, 0
     for number, extent in enumerate(extents):
         reached = 0
         while _weight(extent, reached, extent.num_units) > part_bytes - filled + sliver:
             unit = _last_unit(extent, reached, part_bytes - filled)
-            if unit == reached and filled == 0:  # one unit is more than a part
+            if unit == reached and filled == 0:  # a single unit is larger than a part
                 unit = reached + 1
             elif part_bytes - filled <= sliver:
                 unit = reached
@@ -85,12 +86,12 @@ def _weight(extent: InputExtent, first: int, last: int) -> int:
 
 
 def _last_unit(extent: InputExtent, reached: int, room: int) -> int:
-    """The last unit before which the input can be cut so that what lies behind ``reached`` fits the room."""
+    """The last unit before which the input can be cut so that what comes after ``reached`` fits into ``room``."""
     return min(reached + extent.num_units * room // extent.weight, extent.num_units - 1)
 
 
 def part_ranges(part: BuildPart, extents: Sequence[InputExtent]) -> Iterator[InputRange]:
-    """What a part takes of each input, in order; inputs without any unit have nothing to take."""
+    """What a part takes from each input, in order; inputs without any unit are left out."""
     for number in range(part.first.input, min(part.last.input + 1, len(extents))):
         first = part.first.unit if number == part.first.input else 0
         last = part.last.unit if number == part.last.input else extents[number].num_units

@@ -1,8 +1,8 @@
-"""Where does a build keep what it needs only while it runs?
+"""Provides a folder for files that a build needs only while it runs.
 
-In a folder among the system's temporary ones, locked by the kernel for as long as its process lives. Invariants: the
-folder goes with the block that asked for it; one that a killed process left behind goes when the next is made, and one
-that is in use never does.
+It is among the system's temporary folders, locked by the kernel for as long as its process lives. Invariants: the
+folder is removed at the end of its ``with`` block; one that a killed process left behind is removed when the next is
+created, and one that is in use is never removed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PREFIX = "closeranks-build-"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of this process's own, empty."""
+    """An empty folder of this process."""
     _sweep()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without locks: then nobody can sweep either
+        with suppress(OSError):  # a file system without locks: then no other process removes it either
             fcntl.flock(fd, fcntl.LOCK_EX)
-        if folder.is_dir():  # not swept by another between its making and its lock
+        if folder.is_dir():  # not removed by another process between its creation and its lock
             break
         os.close(fd)
     try:
@@ -41,7 +41,7 @@ def _sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone by now, or another user's
+        except OSError:  # removed by now, or another user's
             continue
         try:
             if os.fstat(fd).st_uid == os.geteuid() and _locked(fd):
@@ -51,7 +51,7 @@ def _sweep() -> None:
 
 
 def _locked(fd: int) -> bool:
-    """Whether nobody had it, and this process has it now."""
+    """Whether the lock was free, and this process holds it now."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

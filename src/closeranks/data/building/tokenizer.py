@@ -1,8 +1,9 @@
-"""How do texts become token ids?
+"""Encodes texts as token ids.
 
-Byte by byte, or through a Hugging Face tokenizer file. Invariant: the ids of a document follow from its text and the
-encoder alone, not from the batch it was encoded in; every document ends with the end-of-document id where there is one.
-Special tokens that a file would put around a text are left out: the end is the only one a stream of documents needs.
+Byte by byte, or with a Hugging Face tokenizer file. Invariant: the ids of a document depend on its text and the encoder
+alone, not on the batch it was encoded in; every document ends with the end-of-document id if there is one. Special
+tokens that a tokenizer would put around a text are left out: a stream of documents needs only the end-of-document
+token.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from closeranks.data.dataset_protocol import Ints
 
 BYTES = "bytes"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|end|>", "[SEP]")
-"""How the end of a document is called in the tokenizers there are, the usual first."""
+"""Names of the end-of-document token in existing tokenizers, the most common first."""
 _LONG = 4 << 20
-"""Characters: longer texts are encoded piece by piece, cut after a line, since a tokenizer's memory is many times its
-text."""
+"""In characters: longer texts are encoded in pieces, cut after a line, since a tokenizer needs many times the memory of
+its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Documents in a row, and how many tokens each has."""
+    """Documents, concatenated, and the number of tokens of each."""
 
     tokens: npt.NDArray[Any]
     lengths: Ints
 
 
 class TokenEncoder(Protocol):
-    """Texts come as UTF-8, which the reader has checked where ``needs_utf8`` says so."""
+    """Texts are given as UTF-8, which the reader has validated if ``needs_utf8`` is set."""
 
     vocab_size: int
     dtype: np.dtype[Any]
     eos: int | None
     needs_utf8: bool
     bytes_per_byte: float
-    """Bytes of tokens that a byte of text is expected to become."""
+    """Expected bytes of tokens per byte of text."""
 
     def encode(self, texts: Sequence[bytes]) -> EncodedTexts: ...
 
@@ -63,7 +64,7 @@ class ByteEncoder:
         self._end = b"" if eos is None else bytes([eos])
 
     def encode(self, texts: Sequence[bytes]) -> EncodedTexts:
-        if len(texts) == 1 and not self._end:  # a text that is mapped takes no memory this way
+        if len(texts) == 1 and not self._end:  # a memory-mapped text takes no memory this way
             return EncodedTexts(np.frombuffer(texts[0], dtype=np.uint8), np.array([len(texts[0])], dtype=np.int64))
         joined = b"".join(chain.from_iterable((text, self._end) for text in texts)) if self._end else b"".join(texts)
         lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)) + len(self._end)
@@ -113,17 +114,17 @@ def largest_id(tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """Which encoder a build uses: small enough to send to every process and to write down."""
+    """Which encoder a build uses: small enough to send to every process and to record."""
 
     tokenizer: str
     """``bytes``, or the path of the file."""
     digest: str
-    """BLAKE3 of the file: another file under the same name is another build."""
+    """BLAKE3 of the file: a different file under the same name makes a different build."""
     eos: int | None
 
 
 def encoder_spec(tokenizer: str, eos: str) -> EncoderSpec:
-    """What a person asked for, checked. ``eos``: a number, ``auto`` or ``none``."""
+    """The user's choice, checked. ``eos``: a number, ``auto`` or ``none``."""
     if tokenizer == BYTES:
         return EncoderSpec(BYTES, "", _asked_eos(eos, 256) if eos not in ("auto", "none") else None)
     path = _file_of(tokenizer)
@@ -144,13 +145,13 @@ def open_encoder(spec: EncoderSpec) -> TokenEncoder:
 
 
 def open_decoder(tokenizer: str) -> Any:
-    """The tokenizer of a file, to turn ids back into text."""
+    """The tokenizer from a file, to turn ids back into text."""
     path = _file_of(tokenizer)
     return _parse(_read(path), path)
 
 
 def find_eos(tokenizer: Any) -> int | None:
-    """The end-of-document token among those a file calls special."""
+    """The end-of-document token among those that a tokenizer file marks as special."""
     special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return next((special[name] for name in _ENDS if name in special), None)
 

@@ -1,10 +1,10 @@
-"""Who builds parts? This process, one after the other, as it is told.
+"""The worker process of a build: builds the parts that its parent assigns, one after the other.
 
-    parent --(Blueprint)--> worker        once
+    parent --(BuildSpec)--> worker        once
     parent --(part number)--> worker --(bytes read)...--(PartDone or an error)--> parent
 
-Invariants: it ends when its parent ends, however that happens, and when the parent hangs up; Ctrl-C is the parent's to
-answer. Imports no torch.
+Invariants: it exits when its parent exits, for whatever reason, and when the parent closes the connection; Ctrl-C is
+handled by the parent. Imports no torch.
 
     python -P -m closeranks.data.building.worker SOCKET_FD PARENT_PID
 """
@@ -31,7 +31,7 @@ _BEAT_S = 0.1
 
 @dataclass(slots=True)
 class _Voice:
-    """Says now and then how many bytes were read."""
+    """Reports from time to time how many bytes were read."""
 
     connection: Connection
     told_at: float = 0.0
@@ -82,12 +82,12 @@ def disk_error(error: OSError, blueprint: BuildSpec) -> CloseranksError:
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     ignore_broken_pipes()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked since its birth (see crew.py)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked since its start (see worker_pool.py)
     with Connection(int(sys.argv[1])) as connection:
         try:
             serve(connection)
         except (BrokenPipeError, ConnectionResetError, EOFError):
-            return  # nobody is left to tell
+            return  # the parent is gone
 
 
 if __name__ == "__main__":

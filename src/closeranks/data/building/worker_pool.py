@@ -1,7 +1,7 @@
-"""How do several processes build the parts of one plan?
+"""Builds the parts of a plan with several processes.
 
-Each takes the next part that nobody has. Invariants: no process outlives this call; a process that dies ends the build
-with its number, and a part that was not reported done counts for nothing.
+Each process takes the next unassigned part. Invariants: no process outlives the call; if a process dies, the build ends
+with an error that names its pid, its exit status and its part; a part that was not reported as done does not count.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def _hands(blueprint: BuildSpec, count: int) -> Iterator[list[_Hand]]:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started within is born deaf to Ctrl-C, which a terminal sends to all: the answer is this process's, and
-    an interpreter that is still importing would print its traces. Here, Ctrl-C waits until the end."""
+    """Processes started inside ignore Ctrl-C, which a terminal sends to the whole group: this process handles it, and
+    an interpreter that is still importing would print tracebacks. In this process, Ctrl-C is deferred to the end of the
+    block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -123,7 +124,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _start() -> _Hand:
-    """One thread each: the processes are the parallelism, and the libraries' own would only get in each other's way."""
+    """One thread each: the processes are the parallelism, and the libraries' own threads would only compete."""
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()

@@ -1,16 +1,16 @@
-"""How does a file that lies far away come to this host once, and stay for as long as it is needed?
+"""Caches remote files on this host: each is fetched once and kept for as long as it is needed.
 
 One folder for all processes of a host, all data sets and all jobs:
 
-    part-<key>   being fetched: locked exclusively by who fetches it
-    file-<key>   whole: locked shared by who reads it, exclusively by who removes it
+    part-<key>   being fetched: locked exclusively by the process that fetches it
+    file-<key>   complete: locked shared by its readers, exclusively by the process that removes it
 
-    find (shared lock) ── not there ──> begin (exclusive lock on the part) ──> reserve room ──> fill ──> rename
+    find (shared lock) ── not there ──> begin (exclusive lock on the part) ──> reserve space ──> write ──> rename
                                           └─ another has it: wait, look again
 
-Invariants: under its name a file is whole, of the version its key names, and never changes; of several processes that
-need it one fetches it; a process that is killed leaves a part without a lock, which counts for nothing and goes with
-the next count; a path that was handed out stays until it is let go.
+Invariants: a file under its final name is complete, of the version its key names, and never changes; of several
+processes that need it, one fetches it; a killed process leaves a part without a lock, which is ignored and removed at
+the next count; a path that was handed out stays valid until it is released.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FILE_WHOLE = declare_failpoint("file whole aside", "a remote file is complete in
 _LONGEST_POLL_S = 0.5
 
 Bring = Callable[[], Generator[bytes, None, None]]
-"""Begins to fetch an item, piece by piece."""
+"""Begins to fetch a file, piece by piece."""
 Wanted = Callable[[], Collection[str]]
-"""Names in the cache of what this process needs next, which makes room last."""
+"""Cache names of the files that this process needs next; these are evicted last."""
 
 
 class PrefetchOutcome(Enum):
-    """What became of a wish."""
+    """The outcome of a prefetch."""
 
     HERE = "here"
     ELSEWHERE = "somebody else fetches it"
@@ -52,7 +52,7 @@ class PrefetchOutcome(Enum):
 
 
 class HeldFile:
-    """A whole file that stays until it is released."""
+    """A complete file that stays in the cache until it is released."""
 
     __slots__ = ("_lock", "path")
 
@@ -75,7 +75,7 @@ class FileCache:
         self._verified: set[str] = set()
 
     def __reduce__(self) -> tuple[type[FileCache], tuple[Path, int, CacheTimeouts]]:
-        """A copy in another process shares the folder, nothing else."""
+        """A copy in another process shares the folder and nothing else."""
         return FileCache, (self.folder, self.max_bytes, self._terms)
 
     def path_of(self, item: RemoteFileVersion) -> Path:
@@ -91,7 +91,7 @@ class FileCache:
             return HeldFile(lock)
 
     def prefetch(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> PrefetchOutcome:
-        """Waits for nobody, and drives out nothing that is needed sooner."""
+        """Never waits for another process, and evicts nothing that is needed sooner."""
         with self._worded():
             if (lock := self._found(item)) is None:
                 part = self._begun(item)
@@ -105,7 +105,7 @@ class FileCache:
             return PrefetchOutcome.HERE
 
     def discard(self, item: RemoteFileVersion) -> None:
-        """Whoever has it open keeps what it has; the next to hold it fetches it again."""
+        """Processes that have it open keep it; the next ``acquire`` fetches it again."""
         with self._worded():
             self.path_of(item).unlink(missing_ok=True)
             _LOG.warning("the copy of %s in the cache was damaged; it is fetched again", item.url)
@@ -125,10 +125,10 @@ class FileCache:
         return self.folder / f"{PART}{item.key}"
 
     def _found(self, item: RemoteFileVersion) -> Flock | None:
-        """Locked shared, or None. A damaged one is thrown away, to be fetched again."""
+        """With a shared lock, or None. A damaged file is removed, to be fetched again."""
         path = self.path_of(item)
         try:
-            # Whoever makes room may lock it for a moment, under the folder's lock: either it goes or it comes free.
+            # An evicting process may lock it briefly, under the folder's lock: afterwards it is either gone or free.
             until = time.monotonic() + self._terms.lock_s
             while (lock := try_shared(path)) is None:
                 if time.monotonic() > until:
@@ -136,7 +136,7 @@ class FileCache:
                 time.sleep(self._terms.poll_s)
         except FileNotFoundError:
             return None
-        # A digest takes reading all of it: once for each process.
+        # Computing a digest reads the whole file: done once per process.
         known = replace(item, digest="") if item.key in self._verified else item
         if is_sound(lock.fd, known):
             self._verified.add(item.key)
@@ -146,7 +146,7 @@ class FileCache:
         return None
 
     def _brought(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> Flock:
-        """By this process or another; fetched anew where the other gave up."""
+        """Fetched by this process or another; if the other gave up, fetched by this one."""
         if item.num_bytes > self.max_bytes:
             raise too_large_error(item.url, item.num_bytes, self.max_bytes)
         progress = StallDetector(self._part_of(item), item.url, self._terms.stall_s)
@@ -167,7 +167,7 @@ class FileCache:
             time.sleep(pause_s)
 
     def _begun(self, item: RemoteFileVersion) -> Flock | None:
-        """The exclusive lock on the part, or None where somebody else has it."""
+        """The exclusive lock on the part, or None if another process has it."""
         try:
             return try_exclusive(self._part_of(item), create=True)
         except FileNotFoundError:
@@ -175,12 +175,13 @@ class FileCache:
             return try_exclusive(self._part_of(item), create=True)
 
     def _filled(self, part: Flock, item: RemoteFileVersion, bring: Bring, need: SpaceRequest) -> Flock | None:
-        """The lock on the whole file, shared; None where there is no room. Nothing half-made stays, whatever comes."""
+        """A shared lock on the complete file; None if there is no space. On any error the unfinished part is
+        removed."""
         is_whole = False
         try:
-            if (found := self._found(item)) is not None:  # finished between our look and our lock
+            if (found := self._found(item)) is not None:  # finished by another between our lookup and our lock
                 return found
-            os.ftruncate(part.fd, 0)  # what a killed process left
+            os.ftruncate(part.fd, 0)  # what a killed process left behind
             if not self._room.reserve(part.fd, need):
                 return None
             write_cached_file(
@@ -195,7 +196,8 @@ class FileCache:
                 part.remove()
 
     def _name(self, part: Flock, item: RemoteFileVersion) -> None:
-        """Under the folder's lock, so that nobody counts it twice, or removes it while its lock changes."""
+        """Rename under the folder's lock, so that no process counts the file twice, or removes it while its lock
+        changes."""
         with self._room.locked():
             path = self.path_of(item)
             os.rename(part.path, path)

@@ -1,6 +1,6 @@
-"""What does a person read when the cache cannot do its work?
+"""The error messages of the cache.
 
-Invariant: every sentence names the folder or file, and the fix names the setting that helps.
+Invariant: every message names the folder or file, and its fix names the setting that helps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cache_error(error: OSError, folder: Path) -> DataError:
 
 
 def storage_error(error: StorageError) -> DataError:
-    """A storage's sentence says what to do about it itself, where it can."""
+    """The storage's own message already says what to do about it, where it can."""
     if isinstance(error, ChangedError):
         return DataError(str(error), "Put the old file back, or start again with the files as they are now.")
     if isinstance(error, MissingError):

@@ -1,12 +1,13 @@
-"""Is there room in the cache for one more file, and who leaves to make it?
+"""Reserves space in the cache for a file, evicting others if necessary.
 
-What counts is what lies in the folder, counted under one lock each time: no number that could drift is kept anywhere. A
-file that is being fetched has its final size from the start, so room that was promised counts as taken. Invariants: the
-sizes of all files together never exceed the limit; no file goes that somebody holds; files go only if that is enough.
+The files in the folder are counted anew under one lock each time: no running total is kept that could drift. A file
+that is being fetched has its final size from the start, so reserved space counts as used. Invariants: the total size of
+all files never exceeds the limit; a file that is in use is never evicted; files are evicted only if that frees enough
+space.
 
 [Note: claims] Counting takes time in the number of files, too much to do it for each of a hundred thousand small ones.
-A process therefore takes room in larger pieces: an empty file of the claim's size, locked while the process lives and
-counted like any other, which shrinks by what is taken out of it.
+A process therefore reserves space in larger pieces: an empty file of the claim's size, locked while the process lives
+and counted like any other, which shrinks by what is taken out of it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from closeranks.data.files.flocks import Flock, try_exclusive
 from closeranks.data.files.fork_reset import register_fork_reset
 
 FILE, PART, CLAIM = "file-", "part-", "claim-"
-"""How the names of whole files, of those being fetched, and of claims begin; nothing else in the folder is ours."""
+"""Name prefixes of complete files, of files being fetched, and of claims; nothing else in the folder is ours."""
 _LOCK = ".lock"
 _SMALL = 16
-"""A file is small where so many fit into a claim."""
+"""A file is small if at least this many fit into a claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +40,23 @@ class CacheTimeouts:
     """How long the cache waits for others."""
 
     space_s: float = 60.0
-    """For files to be let go where all are held."""
+    """For files to be released if all are in use."""
     lock_s: float = 60.0
-    """For the folder's lock, which nobody keeps for longer than a count takes."""
+    """For the folder's lock, which is held no longer than a count takes."""
     stall_s: float = 600.0
-    """For another process that fetches a file and makes no progress; its own retries take up to five minutes."""
+    """For another process that fetches a file without making progress; its own retries take up to five minutes."""
     poll_s: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceRequest:
-    """Room that somebody asks for."""
+    """A request for space in the cache."""
 
     num_bytes: int
     wanted: Callable[[], Collection[str]]
     """Names of files that the same process will need."""
     is_prefetch: bool
-    """Not needed now: it must not drive out what is needed sooner."""
+    """Not needed yet: it must not evict files that are needed sooner."""
 
 
 class CacheSpace:
@@ -83,7 +84,7 @@ class CacheSpace:
             lock.release()
 
     def reserve(self, fd: int, need: SpaceRequest) -> bool:
-        """Give the file its final size, if there is room for it."""
+        """Give the file its final size, if there is space for it."""
         with self.locked():
             if not self._taken_from_claim(need) and not self._freed(need):
                 return False
@@ -91,7 +92,7 @@ class CacheSpace:
             return True
 
     def evict(self, need: SpaceRequest) -> bool:
-        """On a disk that is full before the limit is reached: whether anything could go."""
+        """For a disk that is full before the limit is reached: evicts files and returns whether any could go."""
         with self.locked():
             files, _ = self._counted()
             return self._removed(files, need, at_least=1) > 0
@@ -102,7 +103,7 @@ class CacheSpace:
             self._claim = None
 
     def _leave_nothing(self) -> None:
-        """A claim goes with whoever made it, closed or not, unless that is killed."""
+        """A claim is removed when its owner exits, closed or not, unless it is killed."""
         if self._claim is not None:
             weakref.finalize(self, _given_up, self._claim)
 
@@ -112,14 +113,14 @@ class CacheSpace:
         return excess <= 0 or self._removed(files, need, at_least=excess) >= excess
 
     def _taken_from_claim(self, need: SpaceRequest) -> bool:
-        """See [Note: claims]. False where the file is too large for one, or there is no room for a whole claim."""
+        """See [Note: claims]. False if the file is too large for a claim, or there is no space for a whole claim."""
         claim_bytes = self.max_bytes >> 10
         if need.num_bytes * _SMALL > claim_bytes:
             return False
         if self._claim is None:
             self._claim = try_exclusive(self.folder / f"{CLAIM}{os.getpid()}-{secrets.token_hex(4)}", create=True)
             self._leave_nothing()
-        if self._claim is None:  # swept between its making and its lock, by a process that counted
+        if self._claim is None:  # removed by a counting process between its creation and its lock
             return False
         left = os.fstat(self._claim.fd).st_size
         if left < need.num_bytes:
@@ -130,7 +131,7 @@ class CacheSpace:
         return True
 
     def _counted(self) -> tuple[list[CachedFile], int]:
-        """Whole files, and the bytes of all; what a killed process left behind is removed on the way."""
+        """Complete files, and the total bytes of all files; removes what killed processes left behind."""
         files: list[CachedFile] = []
         num_bytes = 0
         with os.scandir(self.folder) as found:
@@ -141,12 +142,13 @@ class CacheSpace:
                         num_bytes += files[-1].num_bytes
                     elif entry.name.startswith((PART, CLAIM)) and not _swept(Path(entry.path)):
                         num_bytes += entry.stat().st_size
-                except FileNotFoundError:  # its process gave it up, or finished it under the name counted next
+                except FileNotFoundError:  # its process gave it up, or renamed it to the name counted next
                     continue
         return files, num_bytes
 
     def _removed(self, files: list[CachedFile], need: SpaceRequest, at_least: int) -> int:
-        """Bytes that went: as many as asked for or a file more, or none. Locks first: a file that is held stays."""
+        """Bytes evicted: at least as many as requested, by at most one file more, or none. Locks first: a file in use
+        stays."""
         victims: list[Flock] = []
         freed = 0
         try:

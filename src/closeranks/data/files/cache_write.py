@@ -1,7 +1,7 @@
-"""How do the pieces of a file become a whole one in the cache?
+"""Writes the fetched pieces of a file into the cache.
 
-Invariant: a part that was filled has the size and, where it is known, the digest that it should have, and is on the
-disk: it got its size before its bytes, so after a power cut one that is not would look whole and hold zeros.
+Invariant: a part that was written has the right size and, where it is known, the right digest, and is synced to the
+disk: it gets its size before its bytes, so after a power failure an unsynced one would look complete and contain zeros.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFileVersion:
-    """A file far away, in one version."""
+    """A remote file, in one version."""
 
     url: str
     num_bytes: int
     version: str
     digest: str = ""
-    """BLAKE3 of the whole, hexadecimal; empty where nobody knows it."""
+    """BLAKE3 of the whole file, hexadecimal; empty if unknown."""
 
     @property
     def key(self) -> str:
@@ -44,7 +44,7 @@ class RemoteFileVersion:
 def write_cached_file(
     fd: int, item: RemoteFileVersion, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]
 ) -> None:
-    """``evict`` is asked for so many bytes when the disk is full, and says whether it could give any."""
+    """When the disk is full, ``evict`` is called with the number of bytes needed; it returns whether it freed any."""
     check = _Check(item)
     with closing(pieces):
         for data in pieces:
@@ -58,7 +58,7 @@ def write_cached_file(
 
 
 def is_sound(fd: int, item: RemoteFileVersion) -> bool:
-    """Whether a cached file still is what it was. Reads all of it where its digest is known."""
+    """Whether a cached file is unchanged. Reads all of it if its digest is known."""
     if os.fstat(fd).st_size != item.num_bytes:
         return False
     if not item.digest:
@@ -72,7 +72,7 @@ def is_sound(fd: int, item: RemoteFileVersion) -> bool:
 
 
 class _Check:
-    """Counts, and digests where somebody knows what should come out."""
+    """Counts the bytes, and computes the digest if there is one to compare with."""
 
     def __init__(self, item: RemoteFileVersion) -> None:
         self._item = item
@@ -112,7 +112,8 @@ def _until_room(act: Callable[[], T], num_bytes: int, make_free: Callable[[int],
 
 
 class StallDetector:
-    """Watches another process that fetches a file; its size says nothing, it is the final one from the start."""
+    """Watches another process that fetches a file. The file's size shows no progress: it is the final one from the
+    start."""
 
     def __init__(self, path: Path, url: str, stall_s: float) -> None:
         self._path = path
@@ -122,7 +123,7 @@ class StallDetector:
         self._since = time.monotonic()
 
     def check(self) -> None:
-        """``DataError`` once nothing has moved for too long."""
+        """``DataError`` once there has been no progress for too long."""
         now = time.monotonic()
         try:
             stat = self._path.stat()

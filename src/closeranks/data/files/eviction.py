@@ -1,9 +1,10 @@
-"""Which cached files go first when room is needed?
+"""Decides which cached files are evicted first.
 
-Pure: from what lies in the cache to an order. Files carry what is needed on themselves, in their time stamps: the time
-of modification is when one was last used or fetched, the time of access is 0 from when a file was fetched ahead until
-it is first used. Invariants: of what was used, that used longest ago goes first; what is about to be used goes last, of
-that what is needed latest first; and what is fetched ahead never drives out what is needed sooner.
+Pure: a function from the contents of the cache to an order. All state is in the files' time stamps: the time of
+modification is when a file was last used or fetched; the time of access is 0 from when a file is prefetched until its
+first use. Invariants: of the files that were used, the least recently used is evicted first; files that are about to be
+used are evicted last, and of those the one needed latest goes first; a prefetched file never evicts one that is needed
+sooner.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 AHEAD_S = 600.0
-"""A file that was fetched ahead and not used for so long was the wish of a process that is gone."""
+"""A file that was prefetched and not used for this long was requested by a process that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class CachedFile:
     num_bytes: int
     stamped_at: float
     was_used: bool
-    """Since it was last fetched or wished for."""
+    """Since it was last fetched or requested."""
 
 
 def cached_file(name: str, stat: os.stat_result) -> CachedFile:
@@ -35,8 +36,8 @@ def cached_file(name: str, stat: os.stat_result) -> CachedFile:
 def eviction_order(
     files: Iterable[CachedFile], wanted: Collection[str], now: float, *, is_ahead: bool
 ) -> list[CachedFile]:
-    """The order in which files make room, for one that is needed now or is fetched ahead. ``wanted``: names that the
-    asking process will need. Other processes' wishes are known by their stamps alone."""
+    """The order in which files are evicted for one that is needed now, or for one that is prefetched. ``wanted``: names
+    that the requesting process will need. What other processes need is known from the time stamps alone."""
     used: list[CachedFile] = []
     wished: list[CachedFile] = []
     for file in files:
@@ -45,7 +46,7 @@ def eviction_order(
     used.sort(key=lambda file: file.stamped_at)
     if is_ahead:
         return used
-    # Fetched in the order of need: the youngest is needed latest.
+    # Files are prefetched in the order of need: the youngest is needed latest.
     return used + sorted(wished, key=lambda file: file.stamped_at, reverse=True)
 
 

@@ -1,8 +1,8 @@
-"""Who may touch a file of the cache right now?
+"""Locks on files of the cache, shared between processes.
 
-The kernel's ``flock``, on the file itself: shared by whoever reads it, exclusive for whoever fills or removes it.
-Invariants: a lock ends with the process that took it, however that ends, and a forked child has none of it; whoever has
-a lock has it on the file that the path names, not on one that was removed or renamed meanwhile.
+Uses the kernel's ``flock`` on the file itself: shared for readers, exclusive for the process that writes or removes it.
+Invariants: a lock ends with the process that took it, however that process ends, and a forked child does not inherit
+it; a lock is always on the file that the path names, not on one that was removed or renamed meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from closeranks.data.files.fork_reset import register_fork_reset
 
 
 class _OpenLocks:
-    """A child that kept these open would keep files of a killed parent locked for as long as it lives."""
+    """Closed in a forked child, which would otherwise keep the files of a killed parent locked for as long as it
+    lives."""
 
     def __init__(self) -> None:
         self.fds: set[int] = set()
@@ -44,15 +45,16 @@ class Flock:
 
     @property
     def is_held(self) -> bool:
-        """Not so in a child that was forked meanwhile, nor after ``release``."""
+        """False in a child that was forked meanwhile, and after ``release``."""
         return self.fd >= 0 and self._pid == os.getpid()
 
     def downgrade(self) -> None:
-        """Let others read, too. The kernel lets go for a moment: only where nobody can come between."""
+        """Change to a shared lock. The kernel releases the lock for a moment: use it only where no other process can
+        intervene."""
         fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Unlocked by word, not by closing alone: a child that is just being forked still has it open."""
+        """Unlocks explicitly before closing: a child that is just being forked still has the file open."""
         if not self.is_held:
             return
         fd, self.fd = self.fd, -1
@@ -61,20 +63,20 @@ class Flock:
         os.close(fd)
 
     def remove(self) -> None:
-        """The file with its lock."""
+        """Remove the file, and release the lock."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         self.release()
 
 
 def try_shared(path: Path) -> Flock | None:
-    """None where it is locked exclusively, or just went away; ``FileNotFoundError`` where there is none."""
+    """None if it is locked exclusively or has just been removed; ``FileNotFoundError`` if there is no file."""
     return _try(path, os.O_RDONLY, fcntl.LOCK_SH)
 
 
 def try_exclusive(path: Path, *, create: bool = False) -> Flock | None:
-    """Opened for writing where that is allowed: a network file system wants that of an exclusive lock. A file of
-    another user may be open to reading alone, which is enough on a disk."""
+    """The file is opened for writing if permitted: a network file system requires that for an exclusive lock. Another
+    user's file may be readable only, which is enough on a local disk."""
     try:
         return _try(path, os.O_RDWR | (os.O_CREAT if create else 0), fcntl.LOCK_EX)
     except PermissionError as error:
@@ -92,7 +94,7 @@ def _try(path: Path, flags: int, kind: int) -> Flock | None:
         if _names(path, fd):
             return lock
     except BlockingIOError:
-        pass  # somebody else has it, which is the answer
+        pass  # another process has it: the answer is None
     except BaseException:
         lock.release()
         raise

@@ -1,8 +1,8 @@
-"""What must a forked child forget?
+"""Resets objects in a forked child that cannot be shared with the parent.
 
-Threads do not come along, a lock that one of them held stays shut for ever, and a connection has two users. Invariant:
-in the child, everything that was ``registered`` and is still in use has had its ``forget`` called before any other line
-of the child runs.
+Threads do not exist in the child, a lock that one of them held stays locked forever, and a connection would have two
+users. Invariant: in the child, ``reset_after_fork`` of every live object that was passed to ``register_fork_reset`` has
+been called before any other line of the child runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 class ForkResettable(Protocol):
     def reset_after_fork(self) -> None:
-        """Begin anew, as if nothing had been opened; touches nothing that the parent still uses."""
+        """Return to the state before anything was opened; touches nothing that the parent still uses."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""How are files on a disk of this host offered as data?
+"""Offers files on a local disk as data files.
 
-They lie where they are needed: nothing is fetched, wanted or let go. Invariant: a file that was listed and is held has
-the size and the time of modification that it had then, or ``hold`` says so; whoever maps a file that was cut would die
-of a bus error instead.
+They are used in place: nothing is fetched, prefetched or evicted. Invariant: a listed file has, when it is used, the
+size and the modification time that it had when listed, or ``local_path`` raises; a process that maps a truncated file
+would die of SIGBUS instead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LocalFiles:
         return
 
     def discard(self, name: str) -> None:
-        """There is no copy."""
+        """Does nothing: there is no copy."""
 
     def full_name(self, name: str) -> str:
         return str(self._path_of(name))
@@ -92,6 +92,6 @@ class LocalFiles:
             check_name(name)
         except StorageError as error:
             raise storage_error(error) from error
-        # By its kind, so that ``f/f`` is found, too; one that may not be looked at fails when it is opened.
+        # Decided by file type, so that ``f/f`` is found, too; one without permission fails when it is opened.
         is_itself = name == self._path.name and os.path.isfile(self._path)
         return self._path if is_itself else self._path / name

@@ -1,6 +1,6 @@
-"""Where does the data lie that a path or URL names?
+"""Opens the data files that a path or URL names.
 
-A path or ``file://`` URL is on a disk of this host; every other URL goes through fsspec and a cache on this host.
+A path or ``file://`` URL is on a local disk; every other URL goes through fsspec and a cache on this host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CACHE = "~/.cache/closeranks/data"
 def open_files(
     path: str, *, cache: str = "", cache_bytes: int = 64 << 30, digests: Mapping[str, str] | None = None
 ) -> Files:
-    """Makes no request. ``digests``: BLAKE3 by name, which what is fetched is compared with; a disk of this host is
-    taken at its word. ``SetupError`` for a URL of unknown or uninstalled kind."""
+    """Makes no request. ``digests``: BLAKE3 by name, compared with what is fetched; files on a local disk are not
+    compared. ``SetupError`` for a URL whose protocol is unknown or not installed."""
     storage = open_storage(path)
     if storage.is_local:
         return LocalFiles(Path(storage.url))

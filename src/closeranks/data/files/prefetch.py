@@ -1,8 +1,9 @@
-"""Which file is fetched before it is needed?
+"""Fetches files in the background before they are needed.
 
-Those that were wanted last, in their order, by a few threads that live only while there is something to fetch.
-Invariants: a wish never fails and never blocks: what goes wrong is left to ``hold``, which meets it again and says so;
-a thread that finds no room waits for it, and does not go on to what is needed later.
+Only the names of the latest request count. They are fetched in order by a few threads that live only while there is
+something to fetch. Invariants: a prefetch never fails and never blocks: any error is left to ``local_path``, which runs
+into it again and raises it; a thread that finds no space waits for it, and does not skip to files that are needed
+later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from closeranks.data.files.cache import PrefetchOutcome
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 2
-"""Each has several requests on their way for a large file; two bridge the pauses between small ones."""
+"""Each thread has several requests in flight for a large file; two bridge the pauses between small ones."""
 _LOOK_S = 0.5
 
 
@@ -26,11 +27,11 @@ class FilePrefetcher:
         self._changed = threading.Condition()
         self._wanted: tuple[str, ...] = ()
         self._settled: set[str] = set()
-        """Of those wanted: nothing is left to do for them here."""
+        """The requested files for which nothing is left to do here."""
         self._busy: set[str] = set()
         self._num_threads = 0
         self._num_changes = 0
-        """What happens while a thread finds no room must not be missed by its wait."""
+        """Counts changes, so that one that happens while a thread finds no space is not missed by its wait."""
         self._stop = threading.Event()
 
     @property
@@ -38,9 +39,9 @@ class FilePrefetcher:
         return self._wanted
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """What stays wanted and was settled is not looked at again: this is called at every batch."""
+        """Files that are still requested and were settled are not checked again: this is called for every batch."""
         with self._changed:
-            if self._stop.is_set():  # closed before: those who gave up keep their word to stop
+            if self._stop.is_set():  # closed before: threads that were told to stop keep the old event
                 self._stop = threading.Event()
             self._wanted = tuple(dict.fromkeys(names))
             self._settled &= set(self._wanted)
@@ -51,12 +52,12 @@ class FilePrefetcher:
             self._wake()
 
     def space_changed(self) -> None:
-        """Something was let go."""
+        """A file was released."""
         with self._changed:
             self._wake()
 
     def close(self) -> None:
-        """Whoever is fetching gives up soon; nobody is waited for."""
+        """Running fetches give up soon; does not wait for them."""
         with self._changed:
             self._stop.set()
             self._wanted = ()
@@ -74,7 +75,7 @@ class FilePrefetcher:
             before = self._num_changes
             try:
                 outcome = self._fetch(name, self._stop)
-            except Exception as error:  # whatever it is, ``hold`` meets it again, in a thread that can raise it
+            except Exception as error:  # ``local_path`` runs into it again, in a thread that can raise it
                 _LOG.info("%s was not prefetched: %s", name, error)
                 outcome = PrefetchOutcome.FAILED
             with self._changed:
@@ -82,11 +83,11 @@ class FilePrefetcher:
                 if outcome is not PrefetchOutcome.NO_ROOM:
                     self._settled.add(name)
                 else:
-                    # Other processes let go, too, and tell nobody.
+                    # Other processes release files, too, without notice.
                     self._changed.wait_for(partial(self._has_changed, before), _LOOK_S)
 
     def _next(self) -> str | None:
-        """The first that nobody is at; a thread for which there is none ends."""
+        """The first file that no thread works on; a thread for which there is none ends."""
         with self._changed:
             for name in self._wanted:
                 if name not in self._settled and name not in self._busy:

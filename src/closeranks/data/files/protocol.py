@@ -1,7 +1,7 @@
-"""What must a folder of data files offer, wherever it lies?
+"""The interface of a folder of data files, local or remote.
 
-Formats see local paths alone: what lies far away is brought into a bounded cache on this host first, a whole file at a
-time, once for all processes. Invariant: a path that ``hold`` gave stays valid and unchanged until it is let go.
+Formats see local paths only: a remote file is first fetched into a bounded cache on this host, as a whole and once for
+all processes. Invariant: a path from ``local_path`` stays valid and unchanged until it is released.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file as it was when it was listed."""
+    """A file as it was when listed."""
 
     name: str
     """Relative to the folder, with ``/``."""
     num_bytes: int
     version: str
-    """Changes when the content may have: modification time in ns on a disk, ETag or the like in a store."""
+    """Changes whenever the content may have changed: modification time in ns on a disk, ETag or the like in a store."""
 
 
 class Files(Protocol):
@@ -29,33 +29,33 @@ class Files(Protocol):
 
     @property
     def url(self) -> str:
-        """As a person would write it."""
+        """As a user would write it."""
         ...
 
     @property
     def is_local(self) -> bool: ...
 
     def list(self) -> Sequence[FileInfo]:
-        """All files below, recursively, sorted by name; hidden ones (a dot in front) left out. Listed once."""
+        """All files below, recursively, sorted by name, without hidden ones (leading dot). Listed once."""
         ...
 
     def local_path(self, name: str) -> AbstractContextManager[Path]:
-        """A local path to the file while it is held; brought here first where it lies far away. ``DataError`` with one
-        clear sentence where it is missing, not readable, changed since it was listed, or the cache has no room."""
+        """A local path to the file, valid inside the context; a remote file is fetched first. ``DataError`` with one
+        clear sentence if it is missing, unreadable, changed since it was listed, or the cache has no space."""
         ...
 
     def read(self, name: str) -> bytes:
-        """A small file whole (a manifest)."""
+        """The whole content of a small file (a manifest)."""
         ...
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """These will be held soon, in this order: fetch them in the background. Replaces what was wanted before;
-        returns at once and never raises (``hold`` does)."""
+        """These files will be used soon, in this order: fetch them in the background. Replaces the previous request;
+        returns at once and never raises (``local_path`` does)."""
         ...
 
     def discard(self, name: str) -> None:
-        """Forget this host's copy of a file that lies far away, since it is damaged: ``hold`` brings it again. Nothing
-        happens to a file that lies here."""
+        """Drop this host's copy of a remote file, because it is damaged: ``local_path`` fetches it again. Does nothing
+        for a local file."""
         ...
 
     def full_name(self, name: str) -> str:

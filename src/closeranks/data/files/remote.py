@@ -1,8 +1,8 @@
-"""How are files behind a URL offered as data?
+"""Offers files behind a URL as data files.
 
-Listed once, fetched whole into the cache of this host when they are held, or a little before when they are wanted.
-Invariants: every byte is of the version that was listed; a pickled copy knows the same listing; a forked child opens
-its own connections; no request is made before something is asked for.
+Listed once; fetched whole into the cache of this host when they are used, or shortly before when they are prefetched.
+Invariants: every byte is of the version that was listed; a pickled copy has the same listing; a forked child opens its
+own connections; no request is made before something is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from closeranks.storage.protocol import FileEntry, MissingError, Storage, Storag
 
 
 class RemoteFiles:
-    """A folder, or one file. A URL that ends in ``/`` is a folder and not looked at as a file first."""
+    """A folder, or one file. A URL that ends in ``/`` is taken as a folder without checking for a file first."""
 
     is_local = False
 
@@ -70,7 +70,7 @@ class RemoteFiles:
             self._ahead.space_changed()
 
     def read(self, name: str) -> bytes:
-        """Of the version that was listed, where it was: hidden files and those that came later are not."""
+        """Reads the listed version if the file was listed; hidden files and files added later are not listed."""
         with _worded():
             if name in self._listed():
                 return b"".join(self._bring(self._entry(name)))
@@ -106,7 +106,7 @@ class RemoteFiles:
             return self._listing
 
     def _as_file(self) -> Sequence[FileEntry]:
-        """The file that the URL itself names, if it does; its folder is the place from then on."""
+        """The file that the URL itself names, if there is one; its parent folder becomes the root."""
         folder, _, name = self._given.rpartition("/")
         if not name or folder.endswith(":/") or "::" in folder:
             return []

@@ -1,6 +1,6 @@
-"""Which file does a row lie in, when rows are numbered through several files?
+"""Finds the file of a row, when rows are numbered across several files.
 
-Invariant: rows are numbered in the order of the files, each file's own in the order they lie; files may hold none.
+Invariant: rows are numbered in the order of the files, and within a file in stored order; files may be empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from closeranks.data.dataset_protocol import Ints, typical_block
 class FileRows:
     names: Sequence[str]
     firsts: Ints
-    """The first row of each file, and behind it the number of all rows."""
+    """The first row of each file, followed by the total number of rows."""
 
     @staticmethod
     def of(names: Sequence[str], counts: Sequence[int]) -> FileRows:
@@ -30,7 +30,7 @@ class FileRows:
 
     @property
     def block(self) -> int:
-        """Rows that lie together: as many as a file holds, where there are several."""
+        """Number of rows that are stored together: as many as a file holds, if there are several."""
         return typical_block(np.diff(self.firsts))
 
     def files_at(self, rows: Ints) -> Ints:
@@ -38,7 +38,7 @@ class FileRows:
         return np.searchsorted(self.firsts, rows, side="right") - 1
 
     def names_of(self, rows: Ints) -> list[str]:
-        """In the order first needed, without repeats."""
+        """In the order first needed, without duplicates."""
         numbers = self.files_at(self.check_bounds(rows))
         _, at = np.unique(numbers, return_index=True)
         return [self.names[number] for number in numbers[np.sort(at)].tolist()]

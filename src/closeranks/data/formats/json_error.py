@@ -1,6 +1,6 @@
-"""Why is a piece of text no JSON, in words?
+"""Describes JSON parse errors in words.
 
-Invariant: a position counts characters of the record it is about, never lines of a file that nobody has.
+Invariant: a position counts characters of the record itself, never lines of a file that does not exist.
 """
 
 from __future__ import annotations

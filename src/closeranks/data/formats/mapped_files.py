@@ -1,8 +1,8 @@
-"""How do formats keep many data files open without holding all of them?
+"""Keeps a bounded number of data files memory-mapped.
 
-A file is mapped when it is first looked at and stays so among the few looked at last. Invariants: at most ``limit``
-files are held at a time, so that a bounded cache can let go of the others; what ``view`` returned stays readable after
-its file was let go (the mapping keeps the content); maps are made again in a process they are pickled to.
+A file is mapped at its first access and stays mapped while it is among the most recently used. Invariants: at most
+``limit`` files are held at a time, so that a bounded cache can evict the others; what ``view`` returned stays readable
+after its file was released (the mapping keeps the content); after unpickling, files are mapped again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from closeranks.data.files.protocol import Files
 _LIMIT_LOCAL = 128
 """Each map keeps a file descriptor, of which a process has 1024 by default."""
 _LIMIT_REMOTE = 32
-"""Each file held is one that the cache cannot evict."""
+"""A file that is held cannot be evicted from the cache."""
 
 
 class MappedFiles:
@@ -53,7 +53,7 @@ class MappedFiles:
         return array
 
     def close(self) -> None:
-        """Let go of all; ``view`` maps again."""
+        """Release all files; ``view`` maps them again."""
         while self._held:
             self._held.popitem()[1][1].close()
 
@@ -68,7 +68,7 @@ def _map(path: str) -> npt.NDArray[np.uint8]:
     fd = open_descriptor(path)
     try:
         if os.fstat(fd).st_size == 0:
-            return np.empty(0, np.uint8)  # which cannot be mapped
+            return np.empty(0, np.uint8)  # an empty file cannot be mapped
         return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
     finally:
         os.close(fd)

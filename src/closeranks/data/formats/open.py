@@ -1,8 +1,8 @@
-"""Which format does a folder of files have, and what reads it?
+"""Detects the format of a folder of files, and opens it.
 
-Names decide, then the format's own look at them; a folder of our own shards is one whatever else lies there. Invariant:
-a folder is read by one format alone: one that fits several, or none, is an error that says what was looked for and what
-was found. A format's module is imported only when files of its kind are there.
+File names decide first, then the format's own check of them; a folder of our own shards is recognised whatever else it
+contains. Invariant: a folder is read by exactly one format: if several match, or none, the error says what was looked
+for and what was found. A format's module is imported only if there are files of its kind.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SHARDS = "shards"
 
 @dataclass(frozen=True, slots=True)
 class DataFormat:
-    """One that can be found out from names."""
+    """A format that can be detected from file names."""
 
     name: str
     module: str
-    """With ``is_format`` and ``open_records`` or ``open_tokens`` or both."""
+    """Has ``is_format`` and ``open_records`` or ``open_tokens`` or both."""
     suffixes: tuple[str, ...]
-    """Of the files that make it worth asking, compressed ones too. The module knows them as well, but need not be
-    imported for this."""
+    """Suffixes of the files for which the module is asked, including compressed ones. The module knows them as well,
+    but need not be imported for this."""
     shown: str
     """What is looked for, in words."""
 
@@ -72,7 +72,7 @@ _CONVERT = "Name another folder, or make shards of it with 'closeranks data buil
 
 
 def open_records(files: Files, format: str, index: IndexLocation) -> Records:
-    """``format``: empty to find out, else one of ``FORMATS`` or ``shards``."""
+    """``format``: empty to detect it, else one of ``FORMATS`` or ``shards``."""
     name = _settled(files, format)
     if name == SHARDS:
         from closeranks.data.shards.records import ShardRecords
@@ -86,7 +86,7 @@ def open_records(files: Files, format: str, index: IndexLocation) -> Records:
 
 
 def open_tokens(files: Files, format: str, index: IndexLocation, field: str) -> Tokens:
-    """``field``: where the tokens are in formats of records; empty: found in the first one."""
+    """``field``: the field with the tokens in formats of records; empty: determined from the first record."""
     name = _settled(files, format)
     if name == SHARDS:
         return _shard_tokens(files, index, field)
@@ -102,7 +102,7 @@ def open_tokens(files: Files, format: str, index: IndexLocation, field: str) -> 
 
 
 def detect(files: Files) -> str:
-    """The name of the format; ``DataError`` where there is none or more than one."""
+    """The name of the format; ``DataError`` if none or more than one matches."""
     if _is_shards(files):
         return SHARDS
     infos = files.list()
@@ -142,12 +142,12 @@ def _count(infos: Sequence[FileInfo], format: DataFormat) -> int:
 
 
 def _plain_name(info: FileInfo) -> str:
-    """``train.tfrecord-00000-of-00008`` is a ``train.tfrecord``."""
+    """``train.tfrecord-00000-of-00008`` counts as ``train.tfrecord``."""
     return _PART.sub("", info.name.lower())
 
 
 def _seen(infos: Sequence[FileInfo]) -> str:
-    """``3 .csv, 1 .md``: the endings found, most frequent first."""
+    """``3 .csv, 1 .md``: the suffixes found, most frequent first."""
     endings = Counter(PurePosixPath(info.name).suffix or PurePosixPath(info.name).name for info in infos)
     shown = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(6))
     return f"{shown}{', ...' if len(endings) > 6 else ''}" if infos else "no files"

@@ -1,11 +1,11 @@
-"""How do records serve as tokens?
+"""Reads a field of records as a stream of tokens.
 
-A field that holds whole numbers (a list, an array, a ``.npy`` member) gives those, one that holds text or plain bytes
-its bytes (a vocabulary of 256). Each record is a document. How long each is, is found out once, by reading them all,
-and saved; the same pass settles the type of the tokens. Invariants: a record whose field is no list of token ids stops
-that pass with a ``DataError`` (without its length no later token has a number), one that fails later is a
-``BadRecordError``; of the records that a batch touches each is read once. Windows over long records read them whole
-each time: for speed, ``closeranks data build`` makes shards of them.
+A field of integers (a list, an array, a ``.npy`` member) gives those as tokens, a field of text or plain bytes its
+bytes (a vocabulary of 256). Each record is a document. Its length is determined once, by reading all records, and
+saved; the same pass determines the dtype of the tokens. Invariants: a record whose field is not a list of token ids
+stops that pass with a ``DataError`` (without its length, the position of every later token is unknown), one that fails
+later is a ``BadRecordError``; each record that a batch touches is read once. Windows over long records read them whole
+each time: for speed, convert them to shards with ``closeranks data build``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from closeranks.data.files.protocol import Files
 from closeranks.data.formats.record_index.saved_index import Arrays, IndexLocation, Progress, saved_index
 
 FIELDS = ("tokens", "input_ids", "text")
-"""Which field is taken where none is named."""
+"""The fields to try if none is named."""
 NAMES = (*FIELDS, "npy", "txt", "content")
 
 _BATCH = 512
@@ -32,7 +32,7 @@ _DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int64))
 
 
 class RecordTokens:
-    """The records of a store, one after the other, as one stream."""
+    """The records of a store, concatenated, as one stream."""
 
     def __init__(self, records: Records, files: Files, field: str, place: IndexLocation) -> None:
         self._files, self._given, self._place = files, field, place
@@ -92,7 +92,7 @@ class RecordTokens:
             raise DataError(f"'{self._files.url}' holds {self.num_tokens} tokens, and the request is out of range")
         firsts = np.searchsorted(self._ends, starts, side="right")
         lasts = np.searchsorted(self._ends, starts + max(length - 1, 0), side="right")
-        # Every document between first and last, empty ones too: windows then walk along without a search.
+        # Every document between first and last, including empty ones: windows then advance without a search.
         pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
         spanned = [np.arange(first, last + 1) for first, last in pairs]
         documents = np.unique(np.concatenate([np.empty(0, np.int64), *spanned]))
@@ -121,7 +121,7 @@ class RecordTokens:
         return tokens.astype(dtype, copy=False)
 
     def _value(self, record: Record, number: int) -> Any:
-        """Plain bytes are the tokens, whatever they look like: an image, say."""
+        """Plain bytes are the tokens, even if they look like something else, such as an image."""
         value = record.get(self._field)
         if isinstance(value, bytes) and is_plain(self._field):
             return np.frombuffer(value, np.uint8)
@@ -160,16 +160,16 @@ class RecordTokens:
 class _Touched(NamedTuple):
     starts: Ints
     documents: Ints
-    """Numbers of all documents that any window lies in, ascending, each once."""
+    """Numbers of all documents that any window overlaps, ascending, each once."""
     firsts: Ints
-    """For each window, where its first document stands in ``documents``."""
+    """For each window, the index of its first document in ``documents``."""
 
 
 def tokens_in(value: Any) -> npt.NDArray[Any]:
-    """The ids that a field holds; ``ValueError`` completes "field 'x' ..."."""
+    """The ids in a field; ``ValueError`` completes "field 'x' ..."."""
     if isinstance(value, str):
         return np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
-    if type(value) is int:  # of a format that has no lists of one
+    if type(value) is int:  # from a format that stores a list of one as its element
         value = [value]
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise ValueError(f"is of type {type(value).__name__}, neither text nor a list of ids")
@@ -189,7 +189,7 @@ def tokens_in(value: Any) -> npt.NDArray[Any]:
 
 
 def _is_text(record: Record, field: str) -> bool:
-    """Text or bytes as they are, rather than ids: also of an empty one."""
+    """Whether the field holds text or bytes rather than ids; also works for an empty one."""
     if field not in record:
         return isinstance(decode(record, fields={"tokens": field})["tokens"], str)
     value = record[field]

@@ -1,8 +1,8 @@
-"""How are numbers in any order read container by container: files, shards, row groups, batches?
+"""Groups requested numbers by the container that holds them: a file, shard, row group or batch.
 
-Containers follow one another; ``firsts`` says at which number each begins, and how many there are at its end.
-Invariant: every number is in exactly one span, under its position in what was asked for, and each container comes once,
-so that it is opened or decoded once per read.
+Containers are consecutive; ``firsts`` has the first number of each, and after the last the total count. Invariant:
+every requested number is in exactly one span, with its position in the request, and each container occurs once, so that
+it is opened or decoded once per read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from closeranks.data.dataset_protocol import Ints
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpan:
-    """The numbers that lie in one container."""
+    """The requested numbers in one container."""
 
     container: int
     positions: Ints
-    """Where in the list asked for each of them stands."""
+    """The position of each number in the request."""
     inside: Ints
-    """Each of them, counted from the container's begin, ascending."""
+    """Each number, relative to the start of the container, ascending."""
 
 
 def spans(firsts: npt.NDArray[Any], numbers: Ints) -> Iterator[ContainerSpan]:
-    """In the order of the containers. A number where several begin is in the last of these: the others are empty."""
+    """In the order of the containers. A number at which several begin is in the last of them: the others are empty."""
     if len(numbers) == 0:
         return
     order = np.argsort(numbers, kind="stable")

@@ -1,8 +1,8 @@
-"""What are a rank's batches of one step, as tensors in host memory?
+"""Reads a rank's micro-batches of one step, as tensors in host memory.
 
-Invariants: a micro-batch holds the same samples whoever reads it, ahead of its step or in it; what leaves here has
-passed the job's checks, and what was left out is named with it; whatever goes wrong while reading is an error that
-names the data and the samples.
+Invariants: a micro-batch holds the same samples whichever process reads it, and whether it is prefetched or read inside
+its step; every batch returned has passed the job's checks and lists the samples that were left out of it; any failure
+while reading is an error that names the data and the samples.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class LoadedBatch:
     micro_batch: MicroBatch
     batch: Batch
     skipped: tuple[BadSample, ...] = ()
-    """Samples of the micro-batch that its batch lacks."""
+    """The bad samples that were left out of the batch."""
     times: StageTimes = field(default_factory=StageTimes)
 
     def to_message(self) -> Packed:
-        """What another process does not know already, in few and plain pieces: each object costs when it is sent."""
+        """Only what the receiving process does not know already, as few plain objects: pickling costs time per
+        object."""
         times = self.times
         return self.batch, self.skipped, (times.read_s, times.fetch_s, times.decode_s, times.collate_s)
 
@@ -48,7 +49,7 @@ class LoadedBatch:
 
 
 def _without(micro_batch: MicroBatch, num_skipped: int) -> MicroBatch:
-    """A micro-batch of which so many samples were bad; one that has none left weighs nothing."""
+    """The micro-batch without its bad samples; if none are left, its weight is zero."""
     if not num_skipped:
         return micro_batch
     is_padding = micro_batch.is_padding or num_skipped == micro_batch.last - micro_batch.first
@@ -57,7 +58,8 @@ def _without(micro_batch: MicroBatch, num_skipped: int) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlice:
-    """Every ``count``-th micro-batch of a rank, from ``number`` on: what one of several processes reads."""
+    """The micro-batches that one of several loader workers reads: every ``count``-th of the rank's, starting with
+    ``number``."""
 
     number: int = 0
     count: int = 1
@@ -65,7 +67,7 @@ class WorkerSlice:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Everything that decides what a rank reads; can be sent to another process if the source can."""
+    """Everything that determines what a rank reads; can be pickled if the source can."""
 
     source: DataSource
     order: SampleOrder
@@ -74,17 +76,17 @@ class ReadPlan:
     data_size: int = 1
     settings: ReadSettings = field(default_factory=ReadSettings)
     even: bool = False
-    """Whether ranks with fewer micro-batches read a spare."""
+    """Whether ranks with fewer micro-batches read a padding micro-batch."""
     known: Mapping[int, BadSample] = field(default_factory=dict)
-    """Samples in quarantine when reading starts."""
+    """Samples that are in quarantine when reading starts."""
     shares: tuple[int, ...] = ()
-    """How many micro-batches of a step each replica takes, where they do not take as many."""
+    """Micro-batches per step of each replica, where the replicas do not all take the same number."""
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even, shares=self.shares)
 
     def micro_batches_from(self, step: int, share: WorkerSlice) -> Iterator[MicroBatch]:
-        """All micro-batches of a share from ``step`` to the end of the run, counted from ``step`` on."""
+        """All micro-batches of a worker's slice from ``step`` to the end of the run, numbered from ``step`` on."""
         number = 0
         for later in range(step, self.schedule.num_steps):
             for micro_batch in self.assigned(later):
@@ -94,7 +96,7 @@ class ReadPlan:
 
 
 class BatchReader:
-    """Reads a plan, micro-batch after micro-batch from one step on; a reader stands at one place."""
+    """Reads the micro-batches of a plan in order, from one step on; a reader has one current position."""
 
     def __init__(self, plan: ReadPlan, step: int, share: WorkerSlice | None = None) -> None:
         self.plan = plan
@@ -104,8 +106,8 @@ class BatchReader:
         self._coming = SampleLookahead(self.source, plan.order, sequence, plan.settings.max_wanted)
 
     def read(self, step: int) -> list[LoadedBatch]:
-        """All micro-batches of the step the reader stands before; none where the step has fewer than there are ranks.
-        Only for a reader without a share."""
+        """This rank's micro-batches of the next step; possibly none if the step has fewer micro-batches than there are
+        ranks. Only for a reader that is not restricted to a worker's slice."""
         return [self.read_next() for _ in self.plan.assigned(step)]
 
     def read_next(self) -> LoadedBatch:
@@ -116,7 +118,8 @@ class BatchReader:
         return LoadedBatch(_without(micro_batch, len(rows.skipped)), rows.batch, rows.skipped, times)
 
     def _after(self, micro_batch: MicroBatch) -> Iterator[Ints]:
-        """The samples that follow in the order, as many at a time: stand-ins for a batch that is bad throughout."""
+        """The samples that follow in the order, in batches of the same size: replacements for a batch whose samples are
+        all bad."""
         size = micro_batch.last - micro_batch.first
         for number in range(MAX_STAND_INS):
             first = micro_batch.last + number * size
@@ -124,7 +127,7 @@ class BatchReader:
 
 
 def map_tensors(value: Any, apply: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor in its dicts, lists and tuples replaced; anything else stays as it is."""
+    """``value`` with ``apply`` called on every tensor in its dicts, lists and tuples; anything else is unchanged."""
     if isinstance(value, Tensor):
         return apply(value)
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""How does a batch get from host memory to the device, beside the computation?
+"""Copies batches from host memory to the device, overlapped with the computation.
 
-On CUDA a batch is copied to page-locked memory by the thread that loads it, and from there on a stream of its own; the
-stream that computes waits for the copy, the host does not. Invariants: what is handed out may be used on the caller's
-current stream at once; its memory is not used again before that stream is done with it.
+On CUDA the thread that loads a batch copies it to page-locked (pinned) memory; from there it is copied to the device on
+a separate stream. The compute stream waits for the copy, the host does not. Invariants: a returned batch can be used on
+the caller's current stream at once; its memory is not reused before that stream has finished with it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class DeviceTransfer:
         return self._is_cuda
 
     def with_pinning(self, load: Callable[[int], list[LoadedBatch]]) -> Callable[[int], list[LoadedBatch]]:
-        """``load``, with batches ready to be copied. A thread may be the one to call it."""
+        """``load``, with its batches in pinned memory. It may be called from a thread."""
         if not self._is_cuda:
             return load
 
         def pinned(step: int) -> list[LoadedBatch]:
-            # Pinning belongs to the thread's current device: left at 0, every rank would open a context there.
+            # Pinning uses the thread's current device: if that stayed 0, every rank would open a context on device 0.
             torch.cuda.set_device(self.device)
             return [replace(one, batch=_mapped(one.batch, Tensor.pin_memory)) for one in load(step)]
 
@@ -70,6 +70,6 @@ def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` means the current device of whoever says it; the background thread must not ask for itself."""
+    """The device with its index: ``cuda`` means the caller's current device, which differs in the background thread."""
     is_bare = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_bare else device

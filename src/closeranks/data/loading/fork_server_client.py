@@ -1,8 +1,8 @@
-"""Where do a rank's reading processes come from?
+"""The rank's handle on its fork server, which starts the rank's loader workers.
 
-From one process that has imported torch and forks on request (``closeranks.data.loading.worker``); this is its rank's
-hold on it. Invariants: the rank itself is never forked; nothing that comes from here outlives the rank; ``close`` and
-``end`` never take long.
+The fork server is a process that has imported torch and forks on request (``closeranks.data.loading.worker``).
+Invariants: the rank itself is never forked; neither the fork server nor a worker outlives the rank; ``close`` and
+``stop_workers`` return within a short, bounded time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from closeranks.data.loading import messages
 from closeranks.data.loading.messages import KillLoaderWorker, LoaderWorkerExited, SocketClosed, StartLoaderWorker
 
 _LEAVE_S = 0.5
-"""For a process that is hung up on in the middle of a read, before it is killed."""
+"""Grace period before a worker is killed whose socket was closed in the middle of a read."""
 _END_S = 5.0
 
 
 class ForkServerClient:
     def __init__(self) -> None:
-        """Returns at once; the first process is there when torch is imported."""
+        """Returns at once; the first worker starts as soon as the fork server has imported torch."""
         if getattr(sys.modules["__main__"].__spec__, "name", "") == "closeranks.data.loading.worker":
             fix = "Put the script's main code under `if __name__ == '__main__':`."
             raise UserError("a loader process was about to run the whole script that defines its dataset", fix)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The kernel ties a child to the thread that started it: from another thread, hanging up must do.
+        # The parent-death signal is bound to the thread that starts a child: other threads rely on the closed socket.
         rank = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class ForkServerClient:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(1),
-                process_group=0,  # a signal to the rank's group is not for its readers, which may not listen yet
+                process_group=0,  # a signal to the rank's group is not for its workers, which may not ignore it yet
             )
         self._exited: dict[int, int] = {}
         self._num_seats = 0
@@ -59,15 +59,15 @@ class ForkServerClient:
         return self._process.poll() is None
 
     def start_worker(self, seat: StartLoaderWorker, own: socket.socket, plan_fd: int) -> int:
-        """Ask for a process; its key. A nursery that is gone is found out by ``hear``."""
+        """Request a worker; returns its key. That the fork server is gone is noticed by ``poll_exits``."""
         key, self._num_seats = self._num_seats, self._num_seats + 1
         with suppress(SocketClosed):
             messages.send(self.control, replace(seat, key=key), own.fileno(), plan_fd)
         return key
 
     def poll_exits(self, wait_s: float = 0.0) -> dict[int, int]:
-        """Exit statuses by key, as far as they are known; waits for news at most so long. ``SocketClosed``: it is
-        gone."""
+        """Exit statuses by key, as far as they are known; waits at most ``wait_s`` for new ones. Raises
+        ``SocketClosed`` if the fork server is gone."""
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         while waiting.poll(wait_s * 1000):
@@ -78,7 +78,7 @@ class ForkServerClient:
         return self._exited
 
     def stop_workers(self, keys: Sequence[int]) -> None:
-        """These have been hung up on: see them out, and kill those that do not go."""
+        """Wait for workers whose sockets were closed, and kill those that do not exit."""
         if self._is_closed:
             return
         try:
@@ -89,7 +89,7 @@ class ForkServerClient:
             if self._wait(keys, _END_S):
                 return
         except SocketClosed:
-            return  # then they are gone, too
+            return  # then the workers are gone, too
         self.kill()
 
     def _wait(self, keys: Sequence[int], seconds: float) -> bool:
@@ -101,19 +101,19 @@ class ForkServerClient:
         return True
 
     def describe_exit(self) -> str:
-        """How it ended, once ``hear`` found it gone."""
+        """How the fork server ended, once ``poll_exits`` has found it gone."""
         try:
             return describe_exit_status(self._process.wait(_END_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
     def kill(self) -> None:
-        """Its processes die with it."""
+        """Kill the fork server; its workers die with it."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """With all its processes, which have a moment to leave."""
+        """Stop the fork server and all its workers, which get a short grace period to exit."""
         self._is_closed = True
         with suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)

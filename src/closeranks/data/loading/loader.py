@@ -1,8 +1,8 @@
-"""How do batches reach the step before it asks for them?
+"""Prefetches a rank's batches, so that they are ready when the step asks for them.
 
-A background thread, or processes of this rank, read whole steps ahead, within bounds. Invariants: steps come out in
-order, none is lost and none is made up, whoever reads; a reader that fails is raised by the ``take`` of its step, one
-that dies by the next, and by every one after it.
+A background thread, or loader workers (processes of this rank), read whole steps ahead, up to a limit. Invariants:
+steps are returned in order, none lost and none invented, whichever thread or process reads them; a failed read is
+raised by the ``take`` of its step; the death of a reader is raised by the next ``take`` and by every one after it.
 
 Call sequence, by the loop: ``start(step)``, ``take(step)``, ``take(step + 1)``, ..., ``close()``.
 """
@@ -46,8 +46,8 @@ class Loader:
         even: bool = False,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """What stands in ``quarantine`` when ``start`` is called is not read; what is found bad is told by ``take``
-        and added by the loop."""
+        """Samples that are in ``quarantine`` when ``start`` is called are not read. ``take`` reports newly found bad
+        samples; the loop adds them to the quarantine."""
         if order.num_samples != schedule.num_samples:
             raise length_changed_error(schedule.num_samples, order.num_samples, as_loader_source(source).identity)
         self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
@@ -61,13 +61,13 @@ class Loader:
         self._load: Callable[[int], list[LoadedBatch]] | None = None
         self._failure: CloseranksError | None = None
         self.wait_s = 0.0
-        """How long ``take`` has waited for reading, over the life of the loader."""
+        """Total time that ``take`` has waited for reading, over the life of the loader."""
         self.last_times = StageTimes()
-        """What reading the step that was taken last came to, added up over whoever read it."""
+        """Time spent on reading the step that was taken last, summed over all threads and processes that read it."""
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many micro-batches of a step each replica takes; empty: all alike."""
+        """Micro-batches per step of each replica; empty: the same number for all."""
         return self._plan.shares
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
@@ -75,13 +75,13 @@ class Loader:
         return self._plan.assigned(step)
 
     def set_shares(self, shares: tuple[int, ...]) -> None:
-        """From here on, by these shares. What was read ahead by others is read again."""
+        """Use these shares from now on. What was prefetched with other shares is read again."""
         before, self._plan = self._plan.shares, replace(self._plan, shares=shares)
         if self._next is not None and shares != before:
             self.start(self._next)
 
     def start(self, step: int) -> None:
-        """Stand before ``step`` and begin to read ahead from there. With processes, call it from a thread that lives
+        """Begin to prefetch from ``step`` on; ``take(step)`` comes next. With workers, call it from a thread that lives
         as long as the loader."""
         self._stop()
         self._next, self._failure = step, None
@@ -102,7 +102,7 @@ class Loader:
             self._ahead = PrefetchThread(self._load, steps, depth, plan.source.identity)
 
     def take(self, step: int) -> list[LoadedBatch]:
-        """This rank's micro-batches of ``step``, on the device; an empty list where it has none."""
+        """This rank's micro-batches of ``step``, on the device; an empty list if it has none."""
         if step != self._next or step >= self._plan.schedule.num_steps:
             place = "is not started" if self._next is None else f"is before step {self._next}"
             raise ValueError(f"take({step}), but the loader {place} of {self._plan.schedule.num_steps}")
@@ -122,13 +122,14 @@ class Loader:
         return self._placing.to_device(loaded)
 
     def close(self) -> None:
-        """Stop reading ahead; threads and processes are gone when this returns, within seconds. Safe to call twice;
-        ``start`` opens the loader again."""
+        """Stop prefetching; threads and processes are gone when this returns, within seconds. Safe to call twice;
+        ``start`` reopens the loader."""
         nursery, self._nursery = self._nursery, None
         self._stop(nursery)
 
     def _stop(self, nursery: ForkServerClient | None = None) -> None:
-        """Whoever reads leaves; so does the nursery, where it is given: else another start need not wait for it."""
+        """Stop the thread and the workers, and the fork server if it is given; otherwise it is kept, so that the next
+        start need not wait for it."""
         self._next = self._load = None
         crew, self._crew = self._crew, None
         ahead, self._ahead = self._ahead, None

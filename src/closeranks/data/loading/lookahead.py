@@ -1,9 +1,9 @@
-"""Which samples does a reader come to next, and when does the source hear of them?
+"""Computes which samples a reader reads next, and announces them to the source in advance.
 
-Positions become samples a few thousand at a time, since one call of the order costs as much as a batch, and only those
-positions that this reader will come to. Data that lies far away must be on its way before it is read. Invariant: a
-source is told only what will be read, in the order it will be; the window moves by half of itself at a time, so that
-telling costs next to nothing.
+Positions are mapped to samples a few thousand at a time, since one call of the order costs as much as a batch, and only
+for the positions that this reader will read. Remote data must be requested before it is read. Invariant: a source is
+told only what will be read, in reading order; the window advances by half its length at a time, so that the cost of
+announcing is negligible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from closeranks.data.source import LoaderSource
 _FILL_SAMPLES = 2048
 _FILL_MICRO_BATCHES = 256
 _MAX_WANTED_SAMPLES = 1 << 14
-"""However many micro-batches a window has: large ones hold enough work to fetch behind with fewer."""
+"""Upper limit in samples, whatever the number of micro-batches in a window: with large micro-batches, fewer suffice to
+hide the fetching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class SampleLookahead:
         self._num_told = 0
 
     def next(self) -> PlannedBatch:
-        """``StopIteration`` is never seen: whoever asks knows the schedule."""
+        """Never raises ``StopIteration``: the caller knows the schedule."""
         if 2 * self._num_told <= self._max_wanted:
             self._tell()
         elif not self._window:
@@ -62,12 +63,12 @@ class SampleLookahead:
             room -= len(planned.ids)
             if room <= 0:
                 break
-        if len(wanted) > self._num_told:  # at the end of the run nothing new comes
+        if len(wanted) > self._num_told:  # at the end of the run there is nothing new to announce
             self._source.prefetch(np.concatenate(wanted))
             self._num_told = len(wanted)
 
     def _fill(self) -> bool:
-        """Look up the samples of some more micro-batches; whether there were any."""
+        """Look up the samples of some more micro-batches; returns whether there were any."""
         new: list[MicroBatch] = []
         count = 0
         for micro_batch in islice(self._micro_batches, _FILL_MICRO_BATCHES):

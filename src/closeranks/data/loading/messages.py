@@ -1,7 +1,7 @@
-"""What do a rank, its loader's nursery and its loader's processes say to each other?
+"""The messages between a rank, its fork server and its loader workers.
 
-Small pickled values over packet sockets between our own processes; descriptors ride along. Invariant: a packet is whole
-or not there, so that nobody waits for the rest of one. Needs no torch.
+Small pickled values over packet sockets between our own processes; file descriptors are passed along. Invariant: a
+packet arrives whole or not at all, so that no receiver waits for the rest of one. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(2 * array("i").itemsize)
 
 @dataclass(frozen=True, slots=True)
 class StartLoaderWorker:
-    """Rank to nursery, with two descriptors (the process's socket, the packed plan): fork a process for this."""
+    """Rank to fork server, with two descriptors (the worker's socket, the pickled plan): fork a worker for this
+    plan."""
 
     number: int
     count: int
     step: int
     sys_path: tuple[str, ...] = ()
     main_path: str = ""
-    """The script that the dataset comes from, where it comes from one."""
+    """The script that defines the dataset, if a script does."""
     key: int = 0
-    """Names the process from now on."""
+    """Identifies the worker in later messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillLoaderWorker:
-    """Rank to nursery: this process has had its time."""
+    """Rank to fork server: kill this worker, whose grace period is over."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderWorkerExited:
-    """Nursery to rank: a process has ended, with this exit code or the negative number of a signal."""
+    """Fork server to rank: a worker has exited, with this exit code or the negative number of a signal."""
 
     key: int
     status: int
 
 
 class ReadCredit(NamedTuple):
-    """Rank to process: steps before ``step`` may be read, and these slots may be written again."""
+    """Rank to worker: steps before ``step`` may be read, and these slots may be reused."""
 
     step: int
     free: tuple[int, ...] = ()
@@ -60,7 +61,7 @@ class ReadCredit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoaderWorkerFailed:
-    """Process to rank, in place of a batch: why there is none, now or ever after."""
+    """Worker to rank, in place of a batch: the error because of which neither this batch nor any later one comes."""
 
     error: dict[str, Any]
     remote: str
@@ -68,7 +69,7 @@ class LoaderWorkerFailed:
 
     @classmethod
     def from_exception(cls, error: BaseException, what: str) -> LoaderWorkerFailed:
-        """``what`` was going on, for errors that do not say so themselves."""
+        """``what`` describes the operation, for errors that do not say it themselves."""
         told = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe_error(error)}")
         text = "".join(traceback.format_exception(error))
         return cls(encode(told), text[-_TRACEBACK_CHARACTERS:])
@@ -80,7 +81,7 @@ class LoaderWorkerFailed:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process; stands as the cause of the error that it became here."""
+    """The traceback of another process; set as the cause of the error that is raised here."""
 
     def __init__(self, process: str, text: str) -> None:
         super().__init__(process, text)
@@ -91,20 +92,20 @@ class RemoteTraceback(Exception):
 
 
 class SocketClosed(Exception):
-    """The other side is gone. Not an ``OSError``: the code of a dataset may raise those."""
+    """The other side has closed the socket. Not an ``OSError``: a dataset's own code may raise those."""
 
 
 def send(to: socket.socket, message: Any, *fds: int, flags: int = 0) -> None:
-    """``BlockingIOError`` where it was told not to wait and there is no room."""
+    """``BlockingIOError`` if the flags say not to wait and the socket's buffer is full."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     try:
-        to.sendmsg([data], _rights(fds), flags)  # socket.send_fds forgets the flags
+        to.sendmsg([data], _rights(fds), flags)  # socket.send_fds ignores the flags
     except ConnectionError:
         raise SocketClosed from None
 
 
 def receive(of: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
-    """The next message and its descriptors; ``BlockingIOError`` where it was told not to wait and there is none."""
+    """The next message and its descriptors; ``BlockingIOError`` if the flags say not to wait and there is none."""
     try:
         data, rights, _, _ = of.recvmsg(_PACKET_BYTES, _RIGHTS_BYTES, flags)
     except ConnectionError:

@@ -1,7 +1,7 @@
-"""How does a thread load steps before they are asked for?
+"""Loads steps in a background thread before they are asked for.
 
-Invariant: steps come out in order, none is lost and none is made up; whatever ends the thread comes out in place of the
-step it was at.
+Invariant: steps are returned in order, none lost and none invented; an error that ends the thread is raised in place of
+the step it was loading.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class PrefetchThread:
-    """One life of a background thread that loads the steps ``range(first, last)``."""
+    """One background thread that loads the steps ``range(first, last)``."""
 
     def __init__(self, load: Callable[[int], list[LoadedBatch]], steps: range, depth: int, identity: str) -> None:
-        """``depth`` steps wait to be taken while one more is being loaded."""
+        """Up to ``depth`` loaded steps wait in the queue while one more is being loaded."""
         self._load = load
         self._steps = steps
         self._identity = identity
@@ -34,7 +34,7 @@ class PrefetchThread:
         self._thread.start()
 
     def take(self) -> list[LoadedBatch]:
-        """The next step, once it is there."""
+        """The next step; waits until it is loaded."""
         outcome = self._ready.get()
         if isinstance(outcome, CloseranksError):
             raise outcome
@@ -45,9 +45,9 @@ class PrefetchThread:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Join the thread; one that does not leave a read is left behind with a warning."""
+        """Join the thread; one that is stuck in a read is abandoned with a warning."""
         self._stopped.set()
-        self._drain()  # a thread that waits for room puts its last step and sees the flag
+        self._drain()  # a thread that waits for space in the queue puts its last step and then sees the flag
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self.is_alive:
             text = "reading of %s did not stop within %g s; its thread is left running"
@@ -64,7 +64,7 @@ class PrefetchThread:
             return
         except CloseranksError as error:
             self._ready.put(error)
-        except BaseException as error:  # whatever ends this thread must reach the loop, which would wait forever
+        except BaseException as error:  # any error must reach the loop, which would otherwise wait forever
             failure = DataError(f"reading step {step + 1} of {self._identity} raised {describe_error(error)}")
             failure.__cause__ = error
             self._ready.put(failure)

@@ -1,8 +1,8 @@
-"""Which samples does a run leave out, and when are they too many?
+"""The list of bad samples that a run skips, and the limit on their number.
 
-A sample is in quarantine from the step that would have trained on it: what was read ahead of its step does not count
-yet, so that a resumed run finds the same list. Invariants: a sample is listed once, whoever and however many found it;
-what ``state`` gives is plain values, in the order of the samples, the same on every rank that added the same ones.
+A sample is in quarantine from the step that would have trained on it: a bad sample in a prefetched step does not count
+yet, so that a resumed run has the same list. Invariants: a sample is listed once, however many ranks found it;
+``state`` returns plain values in the order of the samples, the same on every rank that added the same ones.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class BadSample:
     sample: int
     """Its number in the data."""
     place: str
-    """Where it lies, for people; empty where the data does not say."""
+    """Its location, for people; empty if the data does not say."""
     reason: str
 
     @property
     def message(self) -> str:
-        """Reason and place; what the reason names already, the place or a file of it, stands there once."""
+        """Reason and location; the location, or a file name in it, is not repeated if the reason already contains
+        it."""
         if self.place in self.reason:
             return self.reason
         rest = re.sub(r"('[^']+')(?:, )?", lambda file: "" if file[1] in self.reason else file[0], self.place)
@@ -42,8 +43,8 @@ class BadSample:
 
 
 def merge(found: Iterable[BadSample]) -> tuple[BadSample, ...]:
-    """What several ranks found, each sample once and in order; of two reasons the first in the alphabet, so that all
-    ranks keep the same one."""
+    """What several ranks found, each sample once and in order; of two reasons the alphabetically first is kept, so that
+    all ranks keep the same one."""
     kept: dict[int, BadSample] = {}
     for bad in sorted(found):
         kept.setdefault(bad.sample, bad)
@@ -70,11 +71,11 @@ class Quarantine:
         return tuple(sorted(self._found.values()))
 
     def by_sample(self) -> dict[int, BadSample]:
-        """By number, as it stands now; a reader leaves these out without reading them."""
+        """A snapshot, by sample number; a reader skips these without reading them."""
         return dict(self._found)
 
     def add(self, found: Iterable[BadSample]) -> tuple[BadSample, ...]:
-        """Those that were not known before. One that was keeps the reason it was first given."""
+        """Returns the samples that are new. A sample that was known keeps its first reason."""
         fresh = tuple(bad for bad in merge(found) if bad.sample not in self._found)
         self._found.update({bad.sample: bad for bad in fresh})
         return fresh
@@ -95,6 +96,6 @@ class Quarantine:
         return [bad.to_json() for bad in self.samples]
 
     def load(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """The list of a saved run, in place of this one."""
+        """Replace the list by that of a saved run."""
         self._found = {}
         self.add(BadSample.from_json(row) for row in rows)

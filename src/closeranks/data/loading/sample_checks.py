@@ -1,8 +1,8 @@
-"""Which rows of a batch are no good, and why?
+"""Finds the bad rows of a batch, and the reason for each.
 
-Checks look at whole tensors at once; rows are looked at one by one only where a tensor fails, and for a user's own
-hooks. Invariants: a row's verdict does not depend on the rows beside it, except that all rows of a tensor share its
-dtype and shape; a check that itself breaks stops the run, it never counts as a bad sample.
+Checks run on whole tensors at once; rows are checked one by one only if a tensor fails, and for a user's own hooks.
+Invariants: the result for a row does not depend on the other rows, except that all rows of a tensor share its dtype and
+shape; an error inside a check stops the run, it never counts as a bad sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Hook: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class FieldSchema:
-    """What the schema says of one tensor: ``uint8[28,28]``; None stands for any size."""
+    """What the schema says about one tensor: ``uint8[28,28]``; None stands for any size."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class FieldSchema:
 
 @dataclass(frozen=True, slots=True)
 class ValueLimits:
-    """Smallest and largest value, or fewest and most elements, of one tensor."""
+    """Minimum and maximum value, or minimum and maximum number of elements, of one tensor."""
 
     name: str
     least: float
@@ -62,7 +62,8 @@ class ValueLimits:
 
 @dataclass(frozen=True, slots=True)
 class SampleChecks:
-    """What every sample must be. Can be pickled; hooks are named, and loaded where they are called."""
+    """The checks that every sample must pass. Can be pickled; hooks are stored by name and loaded where they are
+    called."""
 
     finite: bool = True
     ranges: tuple[ValueLimits, ...] = ()
@@ -72,7 +73,7 @@ class SampleChecks:
 
     @classmethod
     def of(cls, config: ChecksConfig, *, finite: bool) -> SampleChecks:
-        """``UserError`` where a rule cannot be understood or a hook cannot be loaded."""
+        """``UserError`` if a rule cannot be parsed or a hook cannot be loaded."""
         checks = cls(
             finite,
             tuple(_limits(f"ranges.{name}", name, *pair) for name, pair in config.ranges.items()),
@@ -85,7 +86,8 @@ class SampleChecks:
         return checks
 
     def find_bad_rows(self, batch: Batch, num_rows: int) -> Reasons:
-        """The bad rows of a batch, the first reason of each. Costs a look at each tensor where there is no rule."""
+        """The bad rows of a batch, with the first reason for each. Without any rule, the cost is one pass over each
+        tensor."""
         self._refuse_unknown(batch)
         found: Reasons = {}
         for rule in self.fields:
@@ -105,7 +107,7 @@ class SampleChecks:
         return found
 
     def _refuse_unknown(self, batch: Batch) -> None:
-        """A rule for what no sample has is a mistake in the job, never a sample's fault that could be skipped."""
+        """A rule for a field that no sample has is a mistake in the job, never a bad sample that could be skipped."""
         tables: dict[str, Sequence[FieldSchema | ValueLimits]] = {
             "fields": self.fields,
             "lengths": self.lengths,
@@ -170,7 +172,7 @@ def _wrong_length(limits: ValueLimits, length: int) -> str | None:
 
 
 def _out_of_range(limits: ValueLimits, batch: Batch, num_rows: int) -> Mapping[int, str | None]:
-    """NaN is neither below nor above; it is out of any range."""
+    """NaN compares neither below nor above a limit; it counts as out of range."""
     value = batch[limits.name]
     if not isinstance(value, Tensor):
         return dict.fromkeys(range(num_rows), f"'{limits.name}' is not a tensor")
@@ -190,7 +192,8 @@ def _first(row: Tensor, is_out: Tensor) -> float:
 
 
 def _is_finite(value: Tensor) -> bool:
-    """One pass: a sum with NaN or infinity in it is never finite. A sum that overflows is looked at again."""
+    """One pass: a sum over NaN or infinity is never finite. If the sum itself may have overflowed, elements are
+    checked."""
     value = _countable(value)
     kind = torch.float64 if value.dtype == torch.float64 else torch.float32
     return math.isfinite(value.sum(dtype=kind).item()) or bool(torch.isfinite(value).all())

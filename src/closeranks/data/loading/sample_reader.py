@@ -1,9 +1,9 @@
-"""Which of these samples can be trained on, as one batch?
+"""Reads samples as one batch and leaves out the bad ones.
 
-A batch is read as a whole; only when something in it is bad are its samples looked at one by one. A bad sample stops
-the run, or is left out and named: losses are sums over rows, so a row that is not there weighs nothing. Invariants:
-what comes out has passed every check; only a sample's own fault (``BadRecordError``, a failed check) is ever skipped,
-and what the other samples are read as does not depend on the bad ones.
+A batch is read as a whole; its samples are read one by one only if something in it is bad. A bad sample stops the run,
+or is left out and named: losses are sums over rows, so a missing row has no weight. Invariants: every returned row has
+passed every check; only errors of a sample itself (``BadRecordError``, a failed check) are ever skipped, and the values
+of the other samples do not depend on the bad ones.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from closeranks.data.loading.read_settings import ReadSettings
 from closeranks.data.source import LoaderSource, as_loader_source
 
 MAX_STAND_INS = 64
-"""Batches in a row that may be bad from end to end before reading is given up."""
+"""Number of consecutive batches without a single good sample after which reading gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedBatch:
-    """What was read of the samples asked for."""
+    """The result of reading the requested samples."""
 
     batch: Batch
     num_rows: int
-    """Samples that count; 0 where all were bad and the batch holds stand-ins, which weigh nothing."""
+    """Samples that count; 0 if all were bad and the batch holds stand-ins, which have no weight."""
     skipped: tuple[BadSample, ...] = ()
 
 
@@ -44,10 +44,10 @@ class SampleReader:
     source: LoaderSource
     settings: ReadSettings
     known: Mapping[int, BadSample]
-    """Samples in quarantine: left out without reading them."""
+    """Samples in quarantine: skipped without reading them."""
 
     def read(self, ids: Ints, next_ids: Iterable[Ints]) -> CheckedBatch:
-        """``next_ids``: where to look for stand-ins when every sample is bad, batch by batch."""
+        """``next_ids``: batches of samples to try as stand-ins if every sample is bad."""
         if not self.known and self.settings.on_bad == "stop":
             return CheckedBatch(self._checked(ids), len(ids))
         batch, skipped = self._good(ids)
@@ -66,7 +66,7 @@ class SampleReader:
             batch = read_batch(self.source, ids)
         except BadRecordError as error:
             found = self._one_by_one(ids, limit=1)
-            if not found:  # bad only together: the error itself knows best
+            if not found:  # no sample is bad by itself: the batch's own error says most
                 raise
             raise self._stopped(found[0], error.fix) from error
         reasons = self.settings.checks.find_bad_rows(batch, len(ids))
@@ -75,8 +75,8 @@ class SampleReader:
         return batch
 
     def _good(self, ids: Ints) -> tuple[Batch | None, tuple[BadSample, ...]]:
-        """The batch without its bad samples, and those. Read again where any were found: what a batch is made of is
-        the source's business, so that no row of it is cut out here."""
+        """The batch without its bad samples, and the bad samples. If there are any, the good ones are read again: only
+        the source knows how a batch is composed, so no row is cut out of it here."""
         skipped = [self.known[int(sample)] for sample in ids if int(sample) in self.known] if self.known else []
         while len(left := _without(ids, skipped)):
             advice = ""
@@ -96,7 +96,7 @@ class SampleReader:
         return None, tuple(skipped)
 
     def _one_by_one(self, ids: Ints, limit: int | None = None) -> list[BadSample]:
-        """The samples that are bad by themselves, at most ``limit`` of them."""
+        """The samples that are bad when read alone, at most ``limit`` of them."""
         found: list[BadSample] = []
         for number in range(len(ids)):
             one = ids[number : number + 1]
@@ -115,12 +115,13 @@ class SampleReader:
         ]
 
     def _unnamed(self, sample: int, reason: str) -> str:
-        """Whoever tells the reason names the sample first; one that does so itself would name it twice."""
+        """The reason without a leading name of the sample: the message that contains it already begins with the
+        name."""
         named = f"sample {sample} of {self.source.identity} "
         return f"it {reason.removeprefix(named)}" if reason.startswith(named) else reason
 
     def _stopped(self, bad: BadSample, advice: str = "") -> DataError:
-        """``advice``: what whoever found it says to do."""
+        """``advice``: the fix that the original error suggests."""
         otherwise = "set data.on_bad = 'skip' to train without such samples."
         fix = f"{advice.rstrip('.') or 'Fix or remove it'}, or {otherwise}"
         if "NaN or infinity" in bad.reason:
@@ -129,8 +130,8 @@ class SampleReader:
 
 
 def read_samples(source: DataSource, ids: Ints, settings: ReadSettings) -> CheckedBatch:
-    """These samples by the job's rules, outside of any order. ``num_rows`` is 0 where all were bad; the batch then
-    holds the next good samples of the source, for whom a forward pass is a collective."""
+    """Reads these samples by the job's rules, outside of any order. If all are bad, ``num_rows`` is 0 and the batch
+    holds the next good samples of the source, for callers whose forward pass is a collective."""
     whole = as_loader_source(source)
     size = len(whole)
     after = ((ids[-1] + 1 + number * len(ids) + np.arange(len(ids))) % size for number in range(MAX_STAND_INS))
@@ -138,7 +139,7 @@ def read_samples(source: DataSource, ids: Ints, settings: ReadSettings) -> Check
 
 
 def read_batch(source: LoaderSource, ids: Ints) -> Batch:
-    """What the source gives, in the shape of a batch; whatever goes wrong is an error that names data and samples."""
+    """The source's batch, with its shape checked; any failure is an error that names the data and the samples."""
     try:
         batch = source.read(ids)
     except CloseranksError:

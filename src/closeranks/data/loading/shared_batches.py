@@ -1,11 +1,11 @@
-"""How does a batch get from the process that read it to its rank, without passing through a pipe?
+"""Passes batches from a loader worker to its rank through shared memory instead of a pipe.
 
-The reading process writes tensors into slots, pieces of anonymous shared memory that have no name and so leave nothing
-behind; what else a batch holds (strings, numbers) is pickled behind them. The rank sees the tensors where they lie.
-Call sequence: ``SharedBatchWriter.put`` in the process; its ``SharedBatchRef`` and, for a new slot, the descriptor
-travel by socket; ``SharedBatchReader.take`` in the rank; once the last tensor of a batch is gone the slot stands in
-``SharedBatchReader.free`` and ``SharedBatchWriter.reuse`` gets its number. Invariant: a slot is written again only when
-nobody in the rank can see it any more.
+The worker writes tensors into slots: anonymous shared memory, which has no name and so leaves nothing behind. Other
+contents of a batch (strings, numbers) are pickled after the tensors. The rank uses the tensors in place. Call sequence:
+``SharedBatchWriter.put`` in the worker; its ``SharedBatchRef`` and, for a new slot, the descriptor are sent by socket;
+``SharedBatchReader.take`` in the rank; once the last tensor of a batch is freed, the slot is listed in
+``SharedBatchReader.free`` and its number is passed to ``SharedBatchWriter.reuse``. Invariant: a slot is overwritten
+only when no reference to it is left in the rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SLOT_BYTES = 1 << 16
 
 
 class SharedBatchRef(NamedTuple):
-    """Where a batch lies: its slot, and the pickle in it that ties the tensors together."""
+    """Where a batch is: its slot, and the pickle in the slot that references the tensors."""
 
     slot: int
     header_at: int
     header_bytes: int
     dropped: tuple[int, ...] = ()
-    """Slots that are too small by now and are not used again."""
+    """Slots that have become too small and are not used again."""
 
 
 class _Lying(NamedTuple):
@@ -49,7 +49,7 @@ class _Lying(NamedTuple):
     shape: tuple[int, ...]
 
     def view(self, slot: Bytes) -> Tensor:
-        """Holds on to ``slot`` as long as it lives."""
+        """The view keeps ``slot`` alive."""
         count = math.prod(self.shape)
         if not count:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -57,7 +57,7 @@ class _Lying(NamedTuple):
 
 
 class _Packer(pickle.Pickler):
-    """Leaves out every plain tensor and gives it a place in the slot."""
+    """Replaces every plain tensor in the pickle by a reference to its place in the slot."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -83,7 +83,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 class SharedBatchWriter:
-    """The slots of one reading process. ``put`` takes a free one, or makes one that is large enough."""
+    """The slots of one loader worker. ``put`` uses a free slot, or creates one that is large enough."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Bytes] = {}
@@ -91,7 +91,8 @@ class SharedBatchWriter:
         self._num_made = 0
 
     def put(self, value: Any) -> tuple[SharedBatchRef, int | None]:
-        """The parcel, and the descriptor of its slot where the rank does not have it yet; the caller closes it."""
+        """The reference to the batch, and the slot's descriptor if the rank does not have it yet; the caller closes
+        it."""
         stream = io.BytesIO()
         packer = _Packer(stream)
         packer.dump(value)
@@ -104,11 +105,12 @@ class SharedBatchWriter:
         return SharedBatchRef(slot, header_at, len(header), dropped), fd
 
     def reuse(self, slot: int) -> None:
-        """The rank has let go of a slot."""
+        """The rank no longer uses this slot."""
         self._free.append(slot)
 
     def _room(self, num_bytes: int) -> tuple[int, tuple[int, ...], int | None]:
-        """A slot of this size. One that is too small makes way for a larger one, so that their number stays."""
+        """A slot of at least this size. One that is too small is replaced by a larger one, so that the number of slots
+        does not grow."""
         if self._free:
             slot = self._free.popleft()
             if len(self._slots[slot]) >= num_bytes:
@@ -126,24 +128,25 @@ class SharedBatchWriter:
 
 
 class SharedBatchReader:
-    """The same slots as their rank sees them."""
+    """The rank's view of a worker's slots."""
 
     def __init__(self) -> None:
         self._slots: dict[int, mmap.mmap] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
         self.free: deque[int] = deque()
-        """Slots that nobody sees any more; filled by whichever thread drops the last tensor."""
+        """Slots without references; appended by whichever thread frees the last tensor."""
 
     def add(self, slot: int, fd: int) -> None:
         self._slots[slot] = mmap.mmap(fd, 0)
 
     def take(self, parcel: SharedBatchRef) -> Any:
-        """What was put, its tensors still in the slot, which is lent until the last of them is gone."""
+        """The value that was put. Its tensors are views of the slot, which is in use until the last of them is
+        freed."""
         for slot in parcel.dropped:
             del self._slots[slot]
         memory = np.frombuffer(self._slots[parcel.slot], dtype=np.uint8)
         header = memory[parcel.header_at : parcel.header_at + parcel.header_bytes].tobytes()
-        # Every tensor in the slot holds this very array: when it goes, nobody sees the slot any more.
+        # Every tensor in the slot references this very array: when it is freed, the slot has no users left.
         self._lent[parcel.slot] = weakref.ref(memory, partial(self._give_back, parcel.slot))
         return _Unpacker(io.BytesIO(header), memory).load()
 
@@ -153,7 +156,7 @@ class SharedBatchReader:
 
 
 def padded_size(num_bytes: int) -> int:
-    """A size with room for batches that are a little larger: up to a quarter more, in few distinct steps."""
+    """A size with spare capacity for slightly larger batches: up to a quarter more, in few distinct steps."""
     step = max(_SLOT_BYTES, 1 << max(0, num_bytes.bit_length() - 3))
     return -(-max(num_bytes, 1) // step) * step
 

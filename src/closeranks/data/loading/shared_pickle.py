@@ -1,8 +1,8 @@
-"""How does a dataset get into the processes that read it?
+"""Sends a dataset to the loader workers through shared memory.
 
-It is pickled once into anonymous memory, which every process maps: large arrays and tensors lie there once for all of
-them and are copied only where somebody writes. Invariant: what cannot be sent is refused in the rank, in one sentence,
-before any process is at work.
+It is pickled once into anonymous memory, which every worker maps: large arrays and tensors exist once for all workers
+and are copied only on write. Invariant: what cannot be pickled is refused in the rank, in one sentence, before any
+worker starts to read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIX = "Set data.workers = 0 to read in a thread of the rank, or make the dataset
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Plain tensors travel as arrays do: beside the pickle, not in it."""
+        """Plain tensors are sent like arrays: out of band, beside the pickle."""
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.device.type != "cpu":
             return NotImplemented
         if obj.requires_grad or obj.is_quantized or not obj.is_contiguous():
@@ -63,7 +63,7 @@ def pack(value: Any) -> int:
 
 
 def unpack(fd: int) -> Any:
-    """What was packed. Its arrays lie in the memory of ``fd``; writing to one copies the page."""
+    """The value that was packed. Its arrays are in the memory of ``fd``; writing to one copies the page."""
     memory = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickle_bytes, num_buffers = _HEAD.unpack_from(memory)
     sizes = struct.unpack_from(f"<{num_buffers}Q", memory, _HEAD.size)

@@ -1,11 +1,11 @@
-"""How does a process of the loader come to be, and how does it live?
+"""The fork server of a rank's loader, and the loader workers that it forks.
 
-Run as ``python -P -m closeranks.data.loading.worker CONTROL_FD RANK_PID``: the nursery of one rank. It imports torch
-once and forks a process for every seat it is sent; a rank itself, with its threads and its CUDA, is never forked. A
-process reads its share of the rank's micro-batches in order, as far ahead as it is told, and waits to be hung up on
-when it is done or has failed. Invariants: the nursery has one thread and dies when its rank is gone, however it went; a
-process dies with the nursery; nothing here ends because of a signal to the whole job, since the rank decides what that
-means.
+Run as ``python -P -m closeranks.data.loading.worker CONTROL_FD RANK_PID``: the fork server of one rank. It imports
+torch once and forks a worker for every ``StartLoaderWorker`` message; the rank itself, with its threads and its CUDA
+context, is never forked. A worker reads its slice of the rank's micro-batches in order, as far ahead as the rank
+permits; when it is done or has failed, it waits for the rank to close its socket. Invariants: the fork server has one
+thread and exits when its rank is gone, for whatever reason; a worker dies with the fork server; no process here exits
+because of a signal to the whole job, since the rank decides how to react to it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from closeranks.data.loading.batch_reader import ReadPlan
 
 _LEAVE_S = 0.5
-"""For a process that is hung up on in the middle of a read, before it is killed."""
+"""Grace period before a worker is killed whose socket was closed in the middle of a read."""
 
 
 class ForkServer:
-    """Forks, reaps and tells."""
+    """Forks workers, reaps them and reports their exits."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -55,7 +55,7 @@ class ForkServer:
         self._waiting.register(control, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the rank hangs up; then the processes have a moment to leave by themselves."""
+        """Runs until the rank closes its socket; then the workers have a short grace period to exit."""
         try:
             while True:
                 for fd, _ in self._waiting.poll():
@@ -88,7 +88,7 @@ class ForkServer:
         self._waiting.unregister(pidfd)
         os.close(pidfd)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(SocketClosed):  # the rank is leaving
+        with suppress(SocketClosed):  # the rank is exiting
             messages.send(self._control, LoaderWorkerExited(key, status))
 
     def _end_all(self) -> None:
@@ -103,11 +103,11 @@ class ForkServer:
 
 
 def _live(seat: StartLoaderWorker, fds: list[int], nursery: int, inherited: tuple[int, ...]) -> NoReturn:
-    """The life of a process, which ends here, whatever the code of the dataset does."""
+    """The main function of a worker; never returns, whatever the dataset's code does."""
     code = 1
     try:
         die_with_parent(nursery)
-        faulthandler.register(signal.SIGUSR1, file=2)  # the agent asks where a read stands that does not come
+        faulthandler.register(signal.SIGUSR1, file=2)  # the agent requests a traceback when a read hangs
         for fd in inherited:
             os.close(fd)
         _work(seat, socket.socket(fileno=fds[0]), fds[1])
@@ -127,7 +127,7 @@ def _work(seat: StartLoaderWorker, rank: socket.socket, plan_fd: int) -> None:
         _read_all(_open(seat, plan_fd), seat, rank)
     except SocketClosed:
         raise
-    except BaseException as error:  # whatever it is must reach the rank, which would wait forever
+    except BaseException as error:  # any error must reach the rank, which would otherwise wait forever
         messages.send(rank, LoaderWorkerFailed.from_exception(error, "starting a process that reads"))
     while True:
         messages.receive(rank)
@@ -169,14 +169,14 @@ def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> N
 
 
 class _Permit:
-    """How far this process may read, by what its rank has said."""
+    """How far this worker may read, from the credits that its rank has sent."""
 
     def __init__(self, rank: socket.socket) -> None:
         self._rank = rank
         self._until = 0
 
     def wait_for(self, step: int) -> list[int]:
-        """Returns when ``step`` may be read, with the slots that were freed meanwhile."""
+        """Waits until ``step`` may be read; returns the slots that were freed meanwhile."""
         free: list[int] = []
         while True:
             try:
@@ -189,8 +189,8 @@ class _Permit:
 
 
 def _seed(seed: int) -> None:
-    """Key the global random streams by the micro-batch: forked processes would all draw the same, and what a dataset
-    draws should not depend on how many processes there are. About 20 microseconds."""
+    """Seed the global random generators by the micro-batch: forked workers would otherwise all draw the same numbers,
+    and what a dataset draws should not depend on the number of workers. About 20 microseconds."""
     import numpy as np
     import torch
 
@@ -204,13 +204,13 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # a collection in a process would copy every page that it marks
+    gc.freeze()  # a garbage collection in a worker would copy every page that it marks
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    ignore_broken_pipes()  # a dataset that prints must not fail because nobody reads it
+    ignore_broken_pipes()  # a dataset that prints must not fail because stdout has no reader
     control, rank = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if rank:
         die_with_parent(rank)

@@ -1,13 +1,13 @@
-"""How does a rank have its batches read by processes?
+"""Has a rank's batches read by loader workers (processes).
 
-    crew = Crew(plan, step, nursery)   returns at once; the processes are there when the nursery is
-    crew.read(step)                    this rank's micro-batches, in order; waits for them
-    crew.stop(); crew.close()          from any thread, then from the one that owns the crew
+    pool = LoaderWorkerPool(plan, step, fork_server)   returns at once; workers start when the fork server is ready
+    pool.read(step)                                    this rank's micro-batches, in order; waits for them
+    pool.stop(); pool.close()                          from any thread, then from the thread that owns the pool
 
-Micro-batch k of the rank's sequence comes from process k mod n, so what is read by whom follows from the plan alone.
-Invariants: no process reads further than ``prefetch`` steps ahead of the one that is asked for; a process that failed
-is an error of the ``read`` that comes to what it failed at, one that died of the next ``read``, with its traceback or
-its signal, and nothing is handed out after it. A death is nobody's mistake in the data: no ``UserError``.
+Micro-batch k of the rank's sequence comes from worker k mod n, so the plan alone determines which worker reads what.
+Invariants: no worker reads further than ``prefetch`` steps ahead of the requested one; a worker's failure is raised by
+the ``read`` that reaches the failed micro-batch, its death by the next ``read``, with its traceback or its signal, and
+nothing is returned after that. A death is not a mistake in the data, so it is no ``UserError``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoaderStopped(Exception):
 
 
 class _Process:
-    """One reading process as its rank sees it."""
+    """One loader worker, as its rank sees it."""
 
     def __init__(self, seat: StartLoaderWorker, nursery: ForkServerClient, plan_fd: int) -> None:
         self.number = seat.number
@@ -55,17 +55,18 @@ class _Process:
         self._waiting.register(nursery.control, select.POLLIN)
 
     def let_go(self, until: int) -> None:
-        """Steps before ``until`` may be read. What does not fit into the socket now goes with the next one."""
+        """Permit reading of steps before ``until``. What does not fit into the socket's buffer now is sent with the
+        next call."""
         free = self.inbox.free
         while free:
             self._unsent.append(free.popleft())
-        # Full for now, or gone, and reading says so and why.
+        # The buffer is full for now, or the worker is gone, which the next read reports with its cause.
         with suppress(BlockingIOError, SocketClosed):
             messages.send(self.socket, ReadCredit(until, tuple(self._unsent)), flags=socket.MSG_DONTWAIT)
             self._unsent.clear()
 
     def has_word(self, wait_ms: int) -> bool:
-        """Returns early when the nursery has something to say."""
+        """Whether a message is there; returns early when the fork server has one."""
         return self.socket.fileno() in [fd for fd, _ in self._waiting.poll(wait_ms)]
 
     def receive(self) -> Packed | LoaderWorkerFailed:
@@ -80,7 +81,7 @@ class _Process:
 
 class LoaderWorkerPool:
     def __init__(self, plan: ReadPlan, step: int, nursery: ForkServerClient) -> None:
-        """``UserError`` where the source cannot be sent to processes."""
+        """``UserError`` if the source cannot be pickled for the workers."""
         self._plan = plan
         self._nursery = nursery
         self._num_taken = 0
@@ -96,7 +97,7 @@ class LoaderWorkerPool:
         self._let_go(step + plan.settings.prefetch)
 
     def read(self, step: int) -> list[LoadedBatch]:
-        """``LoaderStopped`` where the crew was stopped meanwhile."""
+        """``LoaderStopped`` if the pool was stopped meanwhile."""
         if self._failure is not None:
             raise self._failure
         self._let_go(step + 1 + self._plan.settings.prefetch)
@@ -108,14 +109,14 @@ class LoaderWorkerPool:
             raise
 
     def stop(self) -> None:
-        """Hang up: whoever waits in ``read`` returns, and processes that wait end."""
+        """Close the sockets: a waiting ``read`` returns, and waiting workers exit."""
         self._is_stopped = True
         for process in self._processes:
             with suppress(OSError):
                 process.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Never takes long: what does not end by itself is killed."""
+        """Returns within a short, bounded time: workers that do not exit are killed."""
         self.stop()
         self._nursery.stop_workers([process.key for process in self._processes])
         for process in self._processes:
@@ -132,7 +133,7 @@ class LoaderWorkerPool:
         try:
             said = process.receive()
         except SocketClosed:
-            self._check_alive(_LAST_WORDS_S)  # dead or about to be: the nursery knows how
+            self._check_alive(_LAST_WORDS_S)  # dead or about to die: the fork server knows how
             raise CloseranksError(f"{self._named(process)} closed its connection", _FIX) from None
         if isinstance(said, LoaderWorkerFailed):
             raise said.to_exception(self._named(process))
@@ -140,7 +141,7 @@ class LoaderWorkerPool:
         return LoadedBatch.from_message(micro_batch, said)
 
     def _check_alive(self, wait_s: float = 0.0) -> None:
-        """Whether every process is; it waits so long for word of a death."""
+        """Raises if a worker has died; waits up to ``wait_s`` for a report of one."""
         if self._is_stopped:
             raise LoaderStopped
         try:
@@ -157,7 +158,7 @@ class LoaderWorkerPool:
 
 
 def _script(plan_fd: int) -> str:
-    """The script that was started, where the dataset comes from it: its processes must load it as well."""
+    """The script that was started, if it defines the dataset: the workers must load it as well."""
     if b"__main__" not in os.pread(plan_fd, 1 << 20, 0):
         return ""
     return str(getattr(sys.modules["__main__"], "__file__", None) or "")

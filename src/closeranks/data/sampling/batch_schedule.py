@@ -1,7 +1,8 @@
-"""Which micro-batch does a rank take in a step?
+"""Assigns micro-batches of each step to ranks.
 
-Positions of the run fall into steps, steps into micro-batches, and those to the data ranks. Invariant: the cursor of a
-run is one integer, and a micro-batch has the same positions, hence the same samples, whoever takes it.
+Positions of the run are divided into steps, steps into micro-batches, and those among the data ranks. Invariant: the
+cursor of a run is one integer, and a micro-batch has the same positions, hence the same samples, whichever rank takes
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class MicroBatch:
     first: int
     last: int
     is_padding: bool = False
-    """Worked off for the others' sake and counted nowhere: its loss weighs nothing."""
+    """Computed so that all ranks have the same number, and not counted: its loss has no weight."""
     num_skipped: int = 0
-    """Bad samples that were left out of it once it was read."""
+    """Bad samples that were left out when it was read."""
 
     @property
     def num_samples(self) -> int:
@@ -40,11 +41,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """How the positions of a run fall into steps and micro-batches, and those to the data ranks.
+    """How the positions of a run are divided into steps and micro-batches, and those among the data ranks.
 
-    A step is ``global_batch`` positions, cut into micro-batches of ``micro_batch``; the last of a step may be short.
-    Where ``total_samples`` ends the run, the last step is short, and a step beyond it is empty. ``ends``: where earlier
-    parts of a continued run ended inside a step, see ``data.cursor``.
+    A step is ``global_batch`` positions, cut into micro-batches of ``micro_batch``; the last of a step may be short. If
+    ``total_samples`` ends the run, the last step is short, and a step beyond it is empty. ``ends``: where earlier parts
+    of a continued run ended inside a step, see ``data.sampling.cursor``.
     """
 
     num_samples: int
@@ -64,7 +65,7 @@ class BatchSchedule:
     def for_steps(
         cls, num_samples: int, global_batch: int, micro_batch: int, steps: int, ends: tuple[Cursor, ...] = ()
     ) -> BatchSchedule:
-        """``steps`` full steps (but for ``ends``), over as many epochs as that takes."""
+        """``steps`` full steps (except for ``ends``), over as many epochs as that takes."""
         return cls(num_samples, global_batch, micro_batch, steps, ends=ends)
 
     @classmethod
@@ -76,7 +77,7 @@ class BatchSchedule:
         return cls(num_samples, global_batch, micro_batch, steps_to(total, global_batch, ends), total, ends)
 
     def position(self, step: int) -> int:
-        """The cursor before ``step``: how many positions the steps before it used up."""
+        """The cursor before ``step``: the number of positions that earlier steps used up."""
         reached = position_after(step, self.global_batch, self.ends)
         if self.total_samples is None:
             return reached
@@ -92,12 +93,12 @@ class BatchSchedule:
     def assigned(
         self, step: int, data_rank: int, data_size: int, *, even: bool = False, shares: Sequence[int] = ()
     ) -> tuple[MicroBatch, ...]:
-        """This rank's contiguous share of the step; where it does not come out even, the first ranks take one more.
+        """This rank's contiguous share of the step; if it does not divide evenly, the first ranks take one more.
 
-        ``even``: the others repeat the step's last micro-batch as a spare, so that all ranks have the same number
-        (where each forward is a collective, a rank that has one less would leave the others waiting). ``shares``: how
-        many each of so many replicas takes, which deal them out to their own ranks; a step that has another number of
-        micro-batches (the last may) is dealt out to all alike.
+        ``even``: the other ranks repeat the step's last micro-batch as padding, so that all ranks have the same number
+        (if each forward is a collective, a rank with one less would leave the others waiting). ``shares``: the number
+        of micro-batches of each replica, which divides them among its own ranks; a step with another number of
+        micro-batches (the last may have one) is divided evenly.
         """
         if not 0 <= data_rank < data_size:
             raise ValueError(f"there is no data rank {data_rank} of {data_size}")
@@ -114,12 +115,12 @@ class BatchSchedule:
         return (*own, replace(self._between(step, last, last + 1)[0], is_padding=True))
 
     def _between(self, step: int, first: int, last: int) -> tuple[MicroBatch, ...]:
-        """Micro-batches ``first`` to ``last`` of a step, without making the others: a step may hold thousands."""
+        """Micro-batches ``first`` to ``last`` of a step, without creating the others: a step may have thousands."""
         begin, end = self.position(step), self.position(step + 1)
         cuts = [min(begin + index * self.micro_batch, end) for index in range(first, last + 1)]
         return tuple(MicroBatch(step, first + n, cuts[n], cuts[n + 1]) for n in range(last - first))
 
 
 def total_for_epochs(num_samples: int, epochs: float) -> int:
-    """Samples that ``epochs`` passes see, at least one."""
+    """Number of samples in ``epochs`` passes, at least one."""
     return max(1, round(num_samples * epochs))

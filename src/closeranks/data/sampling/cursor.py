@@ -1,4 +1,4 @@
-"""Where the cursor of a run stands before each step.
+"""The cursor of a run before each step.
 
 A run by epochs may end with a short step. When it is continued, that step stays as short as it was, and the steps after
 it are full again, counted from where it ended. Invariant: positions follow each other without a gap or an overlap, so
@@ -28,13 +28,13 @@ def position_after(step: int, global_batch: int, ends: Sequence[Cursor] = ()) ->
 
 
 def steps_to(position: int, global_batch: int, ends: Sequence[Cursor] = ()) -> int:
-    """Steps that it takes to use up ``position`` samples; the last of them is short where they do not come out even."""
+    """Number of steps that use up ``position`` samples; the last of them is short if they do not divide evenly."""
     last = max((end for end in ends if end.position <= position), default=_BEGIN)
     return last.step - (last.position - position) // global_batch
 
 
 def ends_at(cursor: Cursor, global_batch: int, ends: Sequence[Cursor] = ()) -> tuple[Cursor, ...]:
-    """The ``ends`` of a run that goes on from ``cursor``: one more where it stands inside a step."""
+    """The ``ends`` of a run that continues from ``cursor``: one more if the cursor is inside a step."""
     before = tuple(end for end in ends if end.step <= cursor.step)
     is_whole = position_after(cursor.step, global_batch, before) == cursor.position
     return before if is_whole else (*before, cursor)

@@ -1,7 +1,7 @@
-"""In which order does a job go through its data?
+"""Derives the sample order of a job from its ``[data]`` table, its source and its seed.
 
-The one place where the table ``[data]``, the source and the seed become an order. Invariant: it follows from those
-alone; a part of a mixture keeps its order when other parts come, go or change their weights.
+No other place does that. Invariant: the order is determined by those alone; a part of a mixture keeps its order when
+other parts are added, removed or reweighted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BLOCK = 1024
 
 
 class BlockedSource(Protocol):
-    """What an order must know of a source."""
+    """What an order must know about a source."""
 
     @property
     def block(self) -> int:
-        """Samples that lie together; 0 where any order costs the same."""
+        """Number of samples that are stored together; 0 if all orders cost the same."""
         ...
 
     def __len__(self) -> int: ...
@@ -38,7 +38,7 @@ class _Mixed(BlockedSource, Protocol):
 
 
 def order_of(config: DataConfig, source: BlockedSource, seed: int) -> SampleOrder:
-    """The order of a run. In a mixture, what ``[data]`` says of shuffling goes for each part, with its own blocks."""
+    """The order of a run. In a mixture, the shuffle settings of ``[data]`` apply to each part, with its own blocks."""
     if not isinstance(config, MixtureConfig):
         return _single(config, source, seed)
     named = zip(config.parts, cast(_Mixed, source).parts, strict=True)
@@ -57,18 +57,18 @@ def _single(config: DataConfig, source: BlockedSource, seed: int) -> SampleOrder
 
 @dataclass(frozen=True, slots=True)
 class OrderChange:
-    """What differs between the orders of two runs, for people."""
+    """The difference between the orders of two runs, for people."""
 
     name: str
     keys: str
-    """Of the job, where it is said."""
+    """The job's settings that determine it."""
     saved: str = ""
     here: str = ""
-    """Both empty where the difference is more than a word."""
+    """Both empty if the difference is not that of one setting."""
 
 
 def order_change(saved: str, here: str) -> OrderChange:
-    """Of two orders that are not the same, as ``Order.signature`` gives them."""
+    """The difference of two unequal orders, given by their ``SampleOrder.signature``."""
     one, other = _shuffle_of(saved), _shuffle_of(here)
     if MixtureOrder.__name__ in (one, other):
         return OrderChange("mixture", "data.parts, their weights and data.shuffle")
@@ -82,7 +82,7 @@ def order_change(saved: str, here: str) -> OrderChange:
 
 
 def _shuffle_of(described: str) -> str:
-    """What ``data.shuffle`` makes such an order; a mixture stands for itself."""
+    """The value of ``data.shuffle`` that makes such an order; for a mixture, the name of its order."""
     name = described.partition("(")[0]
     names = {"": "full", SequentialOrder.__name__: "none", BlockOrder.__name__: "blocks"}
     return names.get(name, name)

@@ -1,24 +1,24 @@
-"""Whose turn is it at a position of a mixture, and how often had that part its turn before?
+"""Computes which part of a mixture is drawn at a position, and how often it was drawn before.
 
-Invariant: after any number of positions each part has had its weight times that number of turns, rounded down or up;
-so a part's draws are within one of its share at every prefix, for any number of parts and any weights. A turn is a
-pure function of weights and position, at the same cost anywhere.
+Invariant: after any number of positions each part has had its weight times that number of turns, rounded down or up; so
+a part's draws are within one of its share at every prefix, for any number of parts and any weights. A turn is a pure
+function of weights and position, at the same cost anywhere.
 
 [Note: turns] To stay within one, a part's n-th turn must lie between the positions where its share passes n - 1 and n:
 it has a release and a deadline, and taking the released turn with the earliest deadline meets all of them (Tijdeman's
 chairman assignment). That is a walk from position 0. To begin anywhere, the walk needs the counts at one position such
-that (F) what is still to come can meet its deadlines, and (B) what is behind could have been released in time.
+that (F) all later turns can meet their deadlines, and (B) all earlier turns could have been released in time.
 
-(F) holds at any position for shares rounded down, with the turns that are left given to the parts whose next deadline
-is earliest. Up to a deadline of somebody who got none, everybody's turns count, at most as many as there are positions;
-up to an earlier one, only those of parts that are one ahead count, less than their shares.
+(F) holds at any position for shares rounded down, with the remaining turns given to the parts whose next deadline is
+earliest. Up to the deadline of a part that got none, the turns of all parts count, at most as many as there are
+positions; up to an earlier one, only those of parts that are one ahead count, less than their shares.
 
 (B) holds after a walk of H = 1 / (smallest share) positions from (F): for turns released on the way, since the walk
-kept to their releases; for those before, since every part has had a turn that was due by then.
+respected their releases; for those before, since every part has had a turn that was due by then.
 
 So the counts at a position are those of a walk that began H before it, or at 0. Between two such positions a schedule
-that keeps everything exists (each interval has room for the turns that fit only there), and the earliest deadline finds
-it, a stretch at a time.
+that meets all constraints exists (each interval has room for the turns that fit only there), and the earliest deadline
+finds it, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from closeranks.data.sampling.order import SampleOrder
 from closeranks.data.sampling.permutation import Ints
 
 _LARGEST_TOTAL = 1 << 40
-"""Weights become whole numbers that add up to at most this, so that a stretch of them fits 64 bits."""
+"""Weights become integers with at most this sum, so that a chunk of them fits 64 bits."""
 _SMALLEST_SHARE = 1e-6
-"""A stretch is as long as the rarest part's rhythm; this one takes about a second to make."""
+"""A chunk is as long as the cycle of the rarest part; at this share, it takes about a second to compute."""
 _STRETCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedInterleave:
-    """Whose turn it is: ``weights`` are whole numbers."""
+    """Assigns positions to parts in proportion to ``weights``, which are integers."""
 
     weights: tuple[int, ...]
 
@@ -55,18 +55,19 @@ class WeightedInterleave:
 
     @property
     def cycle_length(self) -> int:
-        """Positions in which every part has at least one turn, whatever came before."""
+        """Number of consecutive positions in which every part has at least one turn, whatever came before."""
         return -(-self.total // min(self.weights))
 
     @property
     def chunk_size(self) -> int:
-        """Positions that are worked out together; never less than the rhythm, so that beginning costs as little."""
+        """Positions that are computed together; never less than the cycle, so that starting anywhere costs no more than
+        a chunk."""
         return max(_STRETCH, self.cycle_length)
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> WeightedInterleave:
-        """Exactly in the proportion of the decimals as they are written, unless their common denominator is beyond
-        2**40: then shares are off by about 1e-12, one draw in 1e12."""
+        """Exactly in the proportion of the decimals as they are written, unless their common denominator exceeds 2**40:
+        then shares are off by about 1e-12, one draw in 1e12."""
         if not weights or not all(weight > 0.0 for weight in weights):
             raise ValueError(f"a mixture has parts with weights above 0, not {weights}")
         exact = [Fraction(str(weight)) for weight in weights]
@@ -79,7 +80,7 @@ class WeightedInterleave:
         return cls(tuple(whole))
 
     def at(self, positions: Ints) -> tuple[Ints, Ints]:
-        """The part whose turn it is at each position, and how many turns that part had before."""
+        """The part drawn at each position, and how many turns that part had before."""
         places = np.asarray(positions, dtype=np.int64)
         parts, draws = np.empty_like(places), np.empty_like(places)
         stretches = places // self.chunk_size
@@ -93,8 +94,8 @@ class WeightedInterleave:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOrder(SampleOrder):
-    """Several orders in fixed proportions. Samples are numbered through, part after part; each part goes through its
-    own epochs at its own pace. An epoch of the whole is as many positions as all parts have samples."""
+    """Several orders in fixed proportions. Samples are numbered consecutively, part after part; each part goes through
+    its own epochs at its own pace. An epoch of the mixture has as many positions as all parts have samples."""
 
     parts: tuple[SampleOrder, ...]
     weights: tuple[float, ...]
@@ -110,7 +111,7 @@ class MixtureOrder(SampleOrder):
 
     @property
     def effective_weights(self) -> tuple[float, ...]:
-        """Shares as they are kept."""
+        """The shares after rounding."""
         turns = _turns(self.weights)
         return tuple(weight / turns.total for weight in turns.weights)
 
@@ -132,7 +133,7 @@ def _turns(weights: tuple[float, ...]) -> WeightedInterleave:
 
 
 def _reduced(whole: list[int]) -> list[int]:
-    """The same proportions in the smallest numbers, or the nearest that add up to little enough."""
+    """The same proportions in the smallest integers, or the nearest ones whose sum is within the limit."""
     divisor = int(np.gcd.reduce(np.array(whole, dtype=object)))
     whole = [weight // divisor for weight in whole]
     total = sum(whole)
@@ -143,7 +144,7 @@ def _reduced(whole: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """The turns of one stretch."""
+    """The turns of one chunk."""
 
     parts: Ints
     draws: Ints
@@ -163,7 +164,7 @@ def _table(turns: WeightedInterleave, number: int) -> _Table:
 
 @lru_cache(maxsize=16)
 def _counts(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
-    """Turns that each part has had before ``position``, such that those before and those after can be kept."""
+    """Turns of each part before ``position``, such that all turns before and after can meet their constraints."""
     first = max(0, position - turns.cycle_length)
     begun = _apportioned(turns, first)
     taken = np.bincount(_walk(turns, first, position - first, begun), minlength=len(begun))
@@ -171,7 +172,7 @@ def _counts(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
 
 
 def _apportioned(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
-    """(F): shares rounded down, and one more for those whose next deadline is earliest."""
+    """(F): shares rounded down, and one more for the parts whose next deadline is earliest."""
     total = turns.total
     counts = [weight * position // total for weight in turns.weights]
     started = [part for part, weight in enumerate(turns.weights) if weight * position % total]
@@ -184,7 +185,7 @@ def _apportioned(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
 def _walk(
     turns: WeightedInterleave, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None = None
 ) -> Ints:
-    """Whose turn it is from ``first`` on: the released turn with the earliest deadline. About 0.4 us a position.
+    """The parts drawn from ``first`` on: the released turn with the earliest deadline. About 0.4 us per position.
 
     ``done``: the counts to arrive at.
     """
@@ -209,12 +210,12 @@ def _walk(
 def _jobs(
     turns: WeightedInterleave, part: int, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None
 ) -> tuple[Ints, Ints]:
-    """Release and deadline, counted from ``first``, of the turns that a part may have in a walk."""
+    """Release and deadline, relative to ``first``, of the turns that a part may have in a walk."""
     total, weight = turns.total, turns.weights[part]
     passed, rest = divmod(weight * first, total)
     most = -(-weight * (first + length) // total) if done is None else done[part]
     numbers = np.arange(begun[part] - passed, most - passed, dtype=np.int64)
-    # Turn n (from 0) may be taken once the share exceeds n, and must be before it reaches n + 1.
+    # Turn n (from 0) may be taken once the share exceeds n, and must be taken before it reaches n + 1.
     releases = np.maximum((numbers * total - rest) // weight, 0)
     deadlines = -((rest - (numbers + 1) * total) // weight)
     return releases, deadlines

@@ -1,8 +1,9 @@
-"""Which sample stands at a position of the run?
+"""The global sample order: maps positions of the run to samples.
 
-The global order is a pure function of (seed, epoch, position), computed on demand with no index in memory: any position
-costs the same, so a run resumes anywhere. Invariant: it knows nothing of ranks, micro-batches or reading, and in every
-epoch of ``num_samples`` positions each sample stands exactly once. Mixtures (``mixing``) keep that for each part apart.
+The order is a pure function of (seed, epoch, position), computed on demand without an index in memory: any position
+costs the same, so a run resumes anywhere. Invariant: it does not depend on ranks, micro-batches or reading, and in
+every epoch of ``num_samples`` positions each sample occurs exactly once. Mixtures (``mixture_order``) guarantee that
+for each part separately.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
 
 
 class SampleOrder(ABC):
-    """Positions of a run to samples. A value: equal orders give equal samples."""
+    """Maps positions of a run to samples. A value: equal orders give equal samples."""
 
     __slots__ = ()
     num_samples: int
-    """Positions of an epoch."""
+    """Positions per epoch."""
 
     @abstractmethod
     def at(self, positions: Ints) -> Ints:
@@ -47,13 +48,13 @@ class SampleOrder(ABC):
 
     @property
     def signature(self) -> str:
-        """What a resumed run must find unchanged; empty for the usual order, which seed and size describe."""
+        """What must be unchanged when a run resumes; empty for the default order, which seed and size describe."""
         return repr(self)
 
 
 @dataclass(frozen=True, slots=True)
 class FullOrder(SampleOrder):
-    """Each epoch a permutation of its own: any sample may stand next to any other."""
+    """A new permutation of all samples in each epoch: any sample may come next to any other."""
 
     num_samples: int
     seed: int
@@ -71,7 +72,7 @@ class FullOrder(SampleOrder):
 
 @dataclass(frozen=True, slots=True)
 class SequentialOrder(SampleOrder):
-    """As they are stored, again and again."""
+    """In the order in which they are stored, repeatedly."""
 
     num_samples: int
 
@@ -84,11 +85,11 @@ class SequentialOrder(SampleOrder):
 
 @dataclass(frozen=True, slots=True)
 class BlockOrder(SampleOrder):
-    """Neighbours stay near: blocks of ``block`` samples are shuffled, then the samples of each ``window`` blocks.
+    """Keeps neighbours close: blocks of ``block`` samples are shuffled, then the samples within each ``window`` blocks.
 
-    An epoch lays the blocks in a keyed order, one behind the other; from ``window`` of them at a time it takes all
-    samples in a keyed order before it goes on. So a run of positions inside a window touches ``window`` blocks, and one
-    across its end those of two windows.
+    An epoch arranges the blocks in a keyed order, one after the other; from ``window`` of them at a time it takes all
+    samples in a keyed order before it moves on. So a run of positions inside a window touches ``window`` blocks, and
+    one across its end those of two windows.
     """
 
     num_samples: int
@@ -114,36 +115,37 @@ class BlockOrder(SampleOrder):
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """The blocks of one epoch, one behind the other in a keyed order.
+    """The blocks of one epoch, one after the other in a keyed order.
 
-    [Note: the short block] The last block may be short, and it lies anywhere. As if it were filled up, every block
-    begins at a multiple of ``block`` and every window at a multiple of ``window * block``; those are *full* places.
-    Places behind the short block lie ``missing`` before their full ones.
+    [Note: the short block] The last block may be short, and it may be at any position. If it were padded to full
+    length, every block would begin at a multiple of ``block`` and every window at a multiple of ``window * block``;
+    those are the *full* places. Places behind the short block are ``missing`` less than their full ones.
     """
 
     order: BlockOrder
     num_blocks: int
     missing: int
-    """Samples that the last block is short of."""
+    """Samples that the last block lacks."""
     short_slot: int
-    """Where the last block lies among the blocks."""
+    """The position of the last block among the shuffled blocks."""
     block_key: int
     window_key: int
 
     def mixed(self, places: Ints) -> Ints:
-        """Which place of the blocks in a row is taken at each place of the epoch: one of the same window."""
+        """Shuffles within windows: for each place of the epoch, the place among the arranged blocks from which it takes
+        its sample."""
         length = self.order.block * self.order.window
         windows = self._filled(places) // length
         first, end = self._begins(windows * length), self._begins((windows + 1) * length)
         keys = numbered_keys(self.window_key, windows)
         taken = np.empty_like(places)
-        for size in np.unique(end - first):  # three at most: full, with the short block, at the end
+        for size in np.unique(end - first):  # at most three sizes: full, with the short block, at the end
             here = end - first == size
             taken[here] = permute_each((places - first)[here], int(size), keys[here]).astype(np.int64)
         return first + taken
 
     def samples(self, places: Ints) -> Ints:
-        """The samples at places of the blocks in a row."""
+        """The samples at these places among the arranged blocks."""
         slots, offsets = np.divmod(self._filled(places), self.order.block)
         blocks = permute(slots, self.num_blocks, self.block_key).astype(np.int64)
         return blocks * self.order.block + offsets
@@ -153,7 +155,7 @@ class _Laid:
         return places + self.missing * (places >= short_end)
 
     def _begins(self, filled: Ints) -> Ints:
-        """The place of a block's first sample from its full one; the end of the epoch for any beyond it."""
+        """The actual place of a block's first sample, given its full place; the end of the epoch for any beyond it."""
         behind = filled > self.short_slot * self.order.block
         return np.minimum(filled - self.missing * behind, self.order.num_samples)
 

@@ -1,8 +1,8 @@
-"""How is a range of any size shuffled without an index in memory?
+"""Shuffles a range of any size without an index in memory.
 
-By a keyed permutation, computed number by number: ``permute`` says what stands at a place, ``unpermute`` at which place
-something stands. Invariant: for every size and key the two are bijections of the range, each the other's inverse.
-Changing any constant below changes every run: the tests pin them.
+Uses a keyed permutation, computed number by number: ``permute`` gives the number at a place, ``unpermute`` the place of
+a number. Invariant: for every size and key the two are bijections of the range, each the inverse of the other. Changing
+any constant below changes every run: the tests pin them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from closeranks.core.seeds import derive_seed
 UInts: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Keys: TypeAlias = Sequence[UInts]
-"""One of each round: of no dim, the same for all numbers, or each number's own."""
+"""One key per round: without dims (the same for all numbers), or one for each number."""
 
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,7 +38,8 @@ def permute(index: npt.NDArray[Any], size: int, key: int) -> UInts:
 
 
 def unpermute(image: npt.NDArray[Any], size: int, key: int) -> UInts:
-    """The index that ``permute`` takes to each image: the same rounds backwards, so the walk goes back as well."""
+    """The index that ``permute`` maps to each image: the same rounds in reverse, so the cycle walk is reversed as
+    well."""
     source = _checked(image, size)
     return _walked(source, size, _round_keys(key), backwards=True).reshape(np.shape(image))
 
@@ -75,7 +76,7 @@ def _checked(index: npt.NDArray[Any], size: int) -> UInts:
 
 
 def _walked(values: UInts, size: int, keys: Keys, *, backwards: bool = False) -> UInts:
-    """Through the network until every value lies in ``range(size)`` again."""
+    """Through the network until every value is in ``range(size)`` again."""
     bits = (size - 1).bit_length()
     image = _feistel(values, bits, keys, backwards)
     outside = np.flatnonzero(image >= size)
@@ -87,7 +88,8 @@ def _walked(values: UInts, size: int, keys: Keys, *, backwards: bool = False) ->
 
 
 def _feistel(values: UInts, bits: int, keys: Keys, backwards: bool) -> UInts:
-    """A keyed permutation of ``range(2**bits)``; halves may differ by a bit, so they take turns, unswapped."""
+    """A keyed permutation of ``range(2**bits)``; the halves may differ by a bit, so they alternate instead of being
+    swapped."""
     low_bits = np.uint64(bits - bits // 2)
     high_mask, low_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << int(low_bits)) - 1)
     high, low = values >> low_bits, values & low_mask
@@ -104,7 +106,7 @@ def _round_keys(key: int) -> list[UInts]:
 
 
 def _mix(mixed: UInts) -> UInts:
-    """The finaliser of splitmix64, in place: callers give it a fresh array."""
+    """The finaliser of splitmix64, in place: callers pass a fresh array."""
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(_MIX_1)
     mixed ^= mixed >> np.uint64(27)

@@ -1,7 +1,7 @@
-"""How well shuffled is an order, against a true shuffle of all samples?
+"""Measures how well an order is shuffled, compared with a true shuffle of all samples.
 
-Each measure looks at one epoch and has a known value for a uniformly random permutation; ``numpy``'s own stands beside
-it as the yardstick. They ask what training would notice: whether batches resemble each other, whether neighbours come
+Each measure looks at one epoch and has a known value for a uniformly random permutation; ``numpy``'s own is shown as
+the reference. They measure what training would notice: whether batches resemble each other, whether neighbours come
 from the same place, whether the epoch as a whole drifts; and what shuffling costs: how many places a batch is read
 from.
 """
@@ -24,19 +24,19 @@ class ShuffleQuality:
     """Measures of one epoch. In brackets: the value for a random permutation."""
 
     drift: float
-    """Rank correlation of a sample's place in the epoch with its place in the store. [0, give or take 1/sqrt(n)]"""
+    """Rank correlation of a sample's place in the epoch with its place in the store. [0, plus or minus 1/sqrt(n)]"""
     displacement: float
-    """How far samples move on average, against a random permutation. [1]"""
+    """How far samples move on average, relative to a random permutation. [1]"""
     neighbours: float
-    """How far apart neighbours were stored on average, against a random permutation. [1]"""
+    """How far apart neighbours were stored on average, relative to a random permutation. [1]"""
     echo: float
     """Data stored sorted by label: correlation of a sample's label with the next one's. [0]"""
     makeup: float
-    """Data stored sorted by a value: how much the mean of a batch varies, against random batches (variance). [1]"""
+    """Data stored sorted by a value: how much the mean of a batch varies, relative to random batches (variance). [1]"""
     evenness: float
     """Stored parts over parts of the epoch: chi-square per degree of freedom. [1]"""
     places: float
-    """Stored blocks that a batch is read from, on average: what locality saves."""
+    """Stored blocks that a batch is read from, on average: the cost that locality reduces."""
 
 
 def measure(epoch: Ints, *, batch: int, block: int) -> ShuffleQuality:
@@ -59,7 +59,7 @@ def measure(epoch: Ints, *, batch: int, block: int) -> ShuffleQuality:
 
 
 def standard_orders(num_samples: int, seed: int, block: int, windows: Sequence[int]) -> Mapping[str, SampleOrder]:
-    """What a job can choose between."""
+    """The orders that a job can choose from."""
     blocks = {f"blocks, window {window}": BlockOrder(num_samples, seed, block, window) for window in windows}
     return {"full": FullOrder(num_samples, seed), **blocks, "none": SequentialOrder(num_samples)}
 
@@ -67,7 +67,7 @@ def standard_orders(num_samples: int, seed: int, block: int, windows: Sequence[i
 def compare(
     num_samples: int, *, seed: int = 0, batch: int = 256, block: int = 1024, windows: Sequence[int] = (1, 4, 16, 64)
 ) -> Mapping[str, ShuffleQuality]:
-    """The first epoch of every order beside numpy's permutation of the same size."""
+    """The first epoch of every order, and numpy's permutation of the same size."""
     epochs = {"numpy": np.random.default_rng(seed).permutation(num_samples).astype(np.int64)}
     for name, order in standard_orders(num_samples, seed, block, windows).items():
         epochs[name] = order.between(0, num_samples)
@@ -75,7 +75,7 @@ def compare(
 
 
 def table(rows: Mapping[str, ShuffleQuality]) -> str:
-    """One line an order, one column a measure."""
+    """One line per order, one column per measure."""
     names = [field.name for field in fields(ShuffleQuality)]
     width = max(len("order"), *(len(name) for name in rows))
     lines = ["  ".join([f"{'order':<{width}}", *(f"{name:>12}" for name in names)])]
@@ -89,7 +89,7 @@ def _correlation(first: Ints, second: Ints) -> float:
 
 
 def _makeup(epoch: Ints, batch: int) -> float:
-    """A mean of ``b`` of ``n`` numbers drawn without repeats varies by (n + 1)(n - b) / 12 b."""
+    """A mean of ``b`` of ``n`` numbers drawn without replacement has the variance (n + 1)(n - b) / 12 b."""
     size = len(epoch)
     means = epoch[: size // batch * batch].reshape(-1, batch).mean(axis=1)
     expected = (size + 1) * (size - batch) / (12.0 * batch)

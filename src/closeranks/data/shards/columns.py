@@ -1,8 +1,8 @@
-"""How are many records read without looking at each?
+"""Reads fields of many records at once, without decoding the records one by one.
 
-Records of one form whose values have equal sizes hold each field at the same place, so a field of all of them is one
-gather. Invariant: what comes out is what ``encoding.Decoder`` gives for each record, stacked; where records are not
-alike nothing comes out, and the caller reads them one by one.
+Records of one schema whose values have equal sizes hold each field at the same offset, so one gather reads a field of
+all of them. Invariant: the result equals what ``encoding.RecordDecoder`` returns for each record, stacked; if the
+records differ in size the result is None, and the caller reads them one by one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from closeranks.data.dataset_protocol import Ints
 from closeranks.data.shards.encoding import Form
 
 Gather: TypeAlias = Callable[[Ints, int, np.dtype[Any]], npt.NDArray[Any]]
-"""(places, number of bytes, dtype) -> one row for each place."""
+"""(positions, number of bytes, dtype) -> one row for each position."""
 
 _WORD = np.dtype("<i8")
 _NUMBERS = {"int": _WORD, "float": np.dtype("<f8"), "bool": _WORD}
 
 
 class SchemaColumns:
-    """Fields of records of one form."""
+    """Fields of records of one schema."""
 
     __slots__ = ("_fields", "_head_bytes", "_sizes")
 
@@ -42,8 +42,8 @@ class SchemaColumns:
         self._sizes = np.array(sizes, dtype=np.int64)
 
     def read(self, gather: Gather, at: Ints, names: Collection[str]) -> dict[str, npt.NDArray[Any]] | None:
-        """The named fields of the records at these places, which are equally long, and of which the first is known to
-        be sound; None where their values have other sizes, or are no numbers."""
+        """The named fields of the records at these positions. The records must have equal length, and the first must be
+        known to be sound. None if their values have other sizes, or are not numbers."""
         heads = gather(at, self._head_bytes, _WORD)
         if np.count_nonzero(heads[:, self._sizes] != heads[0, self._sizes]):
             return None

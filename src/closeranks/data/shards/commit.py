@@ -1,8 +1,8 @@
-"""When do shards become a data set?
+"""Commits finished shards as a data set, by writing ``dataset.json``.
 
-When ``dataset.json`` lists them: written whole, last, and atomically in place of an older one. Invariants: every shard
-it lists is whole and durable before; with ``extend`` the shards that were listed stay where they were, so that earlier
-samples keep their numbers; to commit the same twice changes nothing.
+It lists the shards, and is written last and atomically, replacing an older one. Invariants: every shard it lists is
+complete and durable before; with ``extend`` the shards that were listed keep their positions, so that earlier samples
+keep their numbers; committing the same shards twice changes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARDS_READ = declare_failpoint("shards read back", "all shards are whole; datas
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
-    """A finished shard, as its own file tells it."""
+    """A finished shard, as described by its own file."""
 
     entry: ShardEntry
     head: ShardHeader
@@ -58,8 +58,8 @@ def commit(
     head: ShardHeader | None = None,
     extend: bool = False,
 ) -> DatasetManifest:
-    """Make these shards, in this order, the data set of ``folder``. ``head`` says what a data set without any shards
-    would hold. ``extend``: they come after those that its ``dataset.json`` lists already."""
+    """Make these shards, in this order, the data set of ``folder``. ``head`` describes a data set without any shards.
+    ``extend``: append them to those that its ``dataset.json`` lists already."""
     folder = Path(folder)
     before = _standing(folder) if extend else None
     finished = [open_shard(folder / name) for name in names]
@@ -108,7 +108,7 @@ def append_shards(before: DatasetManifest | None, new: DatasetManifest, folder: 
 
 
 def open_shard(path: Path) -> FinishedShard:
-    """``DataError`` for one that is not whole."""
+    """``DataError`` if the shard is incomplete."""
     try:
         fd = open_descriptor(path)
         try:
@@ -124,7 +124,7 @@ def open_shard(path: Path) -> FinishedShard:
 
 
 def _notes(fd: int, footer: ShardFooter, checksums: Sequence[int]) -> bytes:
-    """From whole blocks, each checked."""
+    """Read in whole blocks, each of which is checked."""
     shape, size = footer.shape, footer.head.block_bytes
     first = shape.notes_offset // size * size
     data = read_range(fd, first, shape.table_offset - first)

@@ -1,4 +1,5 @@
-"""Is a folder one of shards? By names where it can, so that a damaged or unfinished one is called that."""
+"""Detects whether a folder contains shards; by file names if possible, so that a damaged or unfinished data set is
+reported as such."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ _BEGINNING = b'{"closeranks":"dataset"'
 
 
 def is_shards(files: Files) -> bool:
-    """Shards, finished or not; or the document of a data set that has none."""
+    """Whether there are shards, finished or not, or the manifest of a data set without any."""
     names = [info.name for info in files.list()]
     if any(name.endswith((SUFFIX, f"{SUFFIX}.part")) for name in names):
         return True

@@ -1,10 +1,10 @@
-"""How is a record written down, and found again without parsing?
+"""Encodes records as bytes from which fields can be read without parsing.
 
-A record is eight bytes (the number of its form), its fixed part (eight bytes for each number, size and
-end), and the bytes of its variable values. Its form (names, kinds, dtypes and ranks, ``Form``) is kept once per shard
-in the notes, and read records of one form all go through one ``struct``. Invariants: everything is little-endian and at
-a multiple of eight bytes; decoding is the inverse of encoding up to what ``Value`` says; nothing is ever unpickled.
-Pure: values in, bytes out.
+A record is eight bytes (the number of its schema), its fixed part (eight bytes for each number, size and end), and the
+bytes of its variable values. Its schema (names, kinds, dtypes and ranks, ``Form``) is stored once per shard in the
+notes, and all records of one schema are read with one ``struct``. Invariants: everything is little-endian and aligned
+to eight bytes; decoding is the inverse of encoding up to what ``Value`` says; nothing is ever unpickled. Pure: values
+in, bytes out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from closeranks.core.errors import BadRecordError
 
 Value: TypeAlias = Any
-"""None, bool, int, float, str, bytes, a numpy array (or scalar, which comes back as a Python number), or what JSON
-holds of those (lists and dicts with text as keys; tuples come back as lists)."""
+"""None, bool, int, float, str, bytes, a numpy array (or scalar, which is read back as a Python number), or JSON values
+of those (lists and dicts with text keys; tuples are read back as lists)."""
 
 ARRAY_DTYPES = frozenset(
     (
@@ -49,7 +49,7 @@ class RecordField:
 
     @property
     def type_name(self) -> str:
-        """The kind, for people: ``float32[2]`` for an array of two dims."""
+        """The kind, for people: ``float32[2]`` for a two-dimensional array."""
         return f"{self.dtype}[{self.ndim}]" if self.kind == "array" else self.kind
 
 
@@ -57,7 +57,7 @@ Form: TypeAlias = tuple[RecordField, ...]
 
 
 def encode(record: Mapping[str, Value]) -> tuple[Form, bytes]:
-    """A record's form, and its bytes after the eight that say which number the form has in its shard."""
+    """A record's schema, and its bytes after the first eight, which hold the number of the schema in its shard."""
     form, fixed, variable = _taken_apart(record)
     head = struct.Struct("<" + "".join(field.struct_codes for field in form))
     end = PREFIX.size + head.size
@@ -76,7 +76,7 @@ def _aligned(number: int) -> int:
 
 
 def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tuple[RecordField, bytes]]]:
-    """The form, the fixed part (None where an end will stand), and the variable values."""
+    """The schema, the fixed part (None where an end will be filled in), and the variable values."""
     form: list[RecordField] = []
     fixed: list[Any] = []
     variable: list[tuple[RecordField, bytes]] = []
@@ -93,7 +93,7 @@ def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tup
 
 
 def _encoded(name: str, value: Value) -> tuple[RecordField, Sequence[Any], bytes | None]:
-    """A value as its field, its numbers and its bytes (None where the numbers are all)."""
+    """A value as its field, its numbers and its bytes (None if the numbers are all of it)."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray):
@@ -125,7 +125,7 @@ def _encoded_array(name: str, value: npt.NDArray[Any]) -> tuple[RecordField, Seq
 
 
 def _check_json(value: Any) -> None:
-    """JSON would turn keys into text without a word; any integer and float will do."""
+    """JSON would silently convert keys to text; integers and floats of any size are allowed."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if type(key) is not str:
@@ -139,7 +139,7 @@ def _check_json(value: Any) -> None:
 
 
 class RecordDecoder:
-    """Records of one form from the bytes they lie in. Arrays are views, read-only; costs about 1 µs for two fields."""
+    """Decodes records of one schema. Arrays are read-only views; costs about 1 µs for two fields."""
 
     __slots__ = ("_fields", "_size", "_unpack")
 
@@ -152,7 +152,8 @@ class RecordDecoder:
         )
 
     def __call__(self, data: memoryview, start: int, stop: int) -> dict[str, Value]:
-        """From the bytes ``start`` up to ``stop`` of a shard; ``ValueError`` where they are no record of this form."""
+        """From the bytes ``start`` up to ``stop`` of a shard; ``ValueError`` if they are not a record of this
+        schema."""
         if stop - start < self._size:
             raise ValueError("it is shorter than its fields need")
         values = self._unpack(data, start)
@@ -201,7 +202,7 @@ def encode_schemas(forms: Sequence[Form]) -> list[Any]:
 
 
 def decode_schemas(found: Any) -> list[Form]:
-    """``ValueError``, ``TypeError`` or ``KeyError`` for what are no forms."""
+    """``ValueError``, ``TypeError`` or ``KeyError`` for values that are not schemas."""
     forms = [tuple(RecordField(*field) for field in form) for form in found]
     for form in forms:
         for field in form:

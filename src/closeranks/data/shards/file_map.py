@@ -1,13 +1,13 @@
-"""How is a file laid into memory, and how are many such files read by one numpy call?
+"""Memory-maps files, and gathers from many maps with one numpy call.
 
 [Note: one window over all maps] A batch in random order touches as many files as it has samples, and a numpy call for
-each would cost more than the bytes. All maps lie in the address space of this process, so one array that begins at the
-lowest of them and reaches past the highest, with a stride of one byte, holds every run of bytes of every file as an
+each would cost more than the bytes. All maps are in the address space of this process, so one array that begins at the
+lowest of them and reaches past the highest, with a stride of one byte, has every run of bytes of every file as an
 element; indexing it with addresses gathers from all files at once. Most of that array is not mapped at all. Invariant:
 it is only ever indexed with addresses inside a map, which callers prove from the shards' sizes before they index.
 
-A map keeps no file descriptor (Python's own do, and a process has 1024 of them), and lives as long as any array that
-was cut from it, also after its file is gone.
+A map keeps no file descriptor (Python's own do, and a process has 1024 of them), and lives as long as any array that is
+a view of it, even after its file was removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FAILED = ctypes.c_void_p(-1).value
 _POPULATE_READ = 22
 _NO_ADVICE = frozenset((errno.EINVAL, errno.ENOSYS))
 _MOST_WINDOW_BYTES = 1 << 15
-"""numpy counts the bytes of an array in 63 bits, and addresses have 47: longer runs are copied one by one, where a call
-for each no longer matters."""
+"""numpy counts the bytes of an array in 63 bits, and addresses have 47: longer runs are copied one by one; at that
+length, one call for each does not matter."""
 
 _MOST_LENGTHS = 16
 
@@ -53,12 +53,12 @@ class FileMap:
         return {"version": 3, "shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, True)}
 
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """An array that keeps this map alive, and whose views do."""
+        """An array that keeps this map alive, as do its views."""
         return np.asarray(self)
 
     def touch(self, start: int, num_bytes: int) -> None:
-        """Bring a range in, so that a device's error or a file cut short meanwhile is an ``OSError`` here, where it
-        would be a deadly signal at the first look at the bytes. Linux before 5.14 cannot be asked."""
+        """Read a range into memory, so that an I/O error or a truncated file raises ``OSError`` here instead of killing
+        the process at the first access. Not supported by Linux before 5.14."""
         first = start & -mmap.PAGESIZE
         if _LIBC.madvise(self.address + first, start + num_bytes - first, _POPULATE_READ):
             number = ctypes.get_errno()
@@ -66,7 +66,7 @@ class FileMap:
                 raise OSError(number, os.strerror(number if number != errno.EFAULT else errno.EIO))
 
     def __del__(self, munmap: Callable[[int, int], int] = _LIBC.munmap) -> None:
-        """An argument, because a module's names are gone when the interpreter ends."""
+        """``munmap`` is an argument because module globals are gone when the interpreter exits."""
         if self.address:
             munmap(self.address, self.num_bytes)
 
@@ -90,7 +90,7 @@ class GatherWindow:
         self._runs: dict[int, npt.NDArray[Any]] = {}
 
     def reach(self, maps: Iterable[FileMap]) -> int:
-        """Reach over these maps; returns the address that counts as 0."""
+        """Extend the window over these maps; returns the address that counts as 0."""
         found = list(maps)
         self._first = min((each.address for each in found), default=0)
         last = max((each.address + each.num_bytes for each in found), default=0)
@@ -99,7 +99,7 @@ class GatherWindow:
         return self._first
 
     def gather(self, at: npt.NDArray[np.int64], num_bytes: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """A copy of ``num_bytes`` from each place, as rows of ``dtype``."""
+        """A copy of ``num_bytes`` from each address, as rows of ``dtype``."""
         if not 0 < num_bytes <= _MOST_WINDOW_BYTES:
             return self._copied(at, num_bytes, dtype)
         runs = self._runs.get(num_bytes)

@@ -1,8 +1,8 @@
-"""Where does a document or record begin and end?
+"""Finds where a document or record begins and ends.
 
-The index of a shard holds one more offset than it has items: item ``i`` lies from the i-th up to the next, in tokens or
-bytes of the shard's data. Invariant: an offset is handed out only from a block that matched its checksum.
-``DocumentEnds`` shows the ends of all documents as one long array that is never in memory as a whole.
+The index of a shard holds one more offset than it has items: item ``i`` spans the i-th offset up to the next, in tokens
+or bytes of the shard's data. Invariant: an offset is returned only from a block that matched its checksum.
+``DocumentEnds`` presents the ends of all documents as one long array that is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OFFSET = np.dtype("<i8")
 
 @dataclass(frozen=True, slots=True)
 class ItemLocations:
-    """Items, each by its shard and where it lies in the shard's data."""
+    """Items, each by its shard and its range in the shard's data."""
 
     shard: Ints
     begin: Ints
@@ -36,7 +36,7 @@ class ItemIndex:
         self._shards = shards
         shapes = shards.manifest.regions
         self.first: Ints = np.append(np.int64(0), np.cumsum(shapes.num_items))
-        """How many items there are before each shard; the last is all of them."""
+        """The number of items before each shard; the last entry is the total."""
         self.last: npt.NDArray[np.uint64] = self.first[1:].astype(np.uint64)
         self._index_offset = shapes.index_offset
         self._bias: Ints = shards.place[:-1] + self._index_offset - 8 * self.first[:-1]
@@ -45,14 +45,14 @@ class ItemIndex:
         return int(self.first[-1])
 
     def shard_of(self, indices: Ints) -> Ints:
-        """A negative number looks like a very large one here, which is beyond all shards too."""
+        """A negative number is treated as a very large one, which is also beyond all shards."""
         shard = self.last.searchsorted(np.ascontiguousarray(indices, dtype=np.int64).view(np.uint64), side="right")
         if int(shard.max(initial=-1)) >= len(self.last):
             raise IndexError(f"the data set has {len(self)} items, and the request is out of range")
         return shard
 
     def locate(self, indices: Ints) -> ItemLocations | None:
-        """None where they lie in more shards than may be held at a time. About 8 µs for any number of them."""
+        """None if they are in more shards than may be mapped at a time. About 8 µs for any number of them."""
         shard = self.shard_of(indices)
         at = indices * 8 + self._bias[shard]
         first, last = at >> self._shards.shift, (at + 15) >> self._shards.shift
@@ -62,7 +62,7 @@ class ItemIndex:
         return ItemLocations(shard, pairs[:, 0], pairs[:, 1])
 
     def offsets(self, shard: int, start: int, stop: int) -> Ints:
-        """Offsets ``start`` up to ``stop`` of a shard's index: a view. Its blocks must be sound: ``DataError``."""
+        """Offsets ``start`` up to ``stop`` of a shard's index, as a view. ``DataError`` if their blocks are damaged."""
         begin = int(self._index_offset[shard]) + 8 * start
         end = begin + 8 * (stop - start)
         blocks = self._shards.first_block[shard] + (np.array([begin, max(begin, end - 1)]) >> self._shards.shift)
@@ -77,7 +77,7 @@ class ItemIndex:
 
 class DocumentEnds:
     """Where each document ends in the stream, like an array of int64: length, items, slices and ``searchsorted`` read
-    only what they need; numpy's other functions get all of it."""
+    only what they need; numpy's other functions read all of it."""
 
     dtype = np.dtype(np.int64)
     ndim = 1
@@ -85,7 +85,7 @@ class DocumentEnds:
     def __init__(self, index: ItemIndex, first_token: Ints) -> None:
         self._index = index
         self._first_token = first_token
-        """Of each shard; the last is the number of tokens."""
+        """The first token of each shard; the last entry is the number of tokens."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -146,5 +146,5 @@ class DocumentEnds:
         return counts.reshape(wanted.shape) if wanted.ndim else counts[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """All of it: eight bytes a document."""
+        """The whole array: eight bytes per document."""
         return self._range(0, len(self)).astype(dtype or self.dtype, copy=False)

@@ -1,9 +1,9 @@
-"""What is a data set made of? Its document, ``dataset.json``.
+"""The manifest of a data set, ``dataset.json``.
 
-Written last and replaced whole: a folder without one is an unfinished build. Invariants: it names the shards in the
-order of their samples, with a digest of each, so that a shard cut short, exchanged or of another data set is noticed;
-it holds nothing of time or place, so that the same build gives the same bytes; what is appended later comes after what
-was there, and earlier samples keep their numbers.
+Written last and replaced as a whole: a folder without one is an unfinished build. Invariants: it lists the shards in
+the order of their samples, with a digest of each, so that a truncated, replaced or foreign shard is noticed; it
+contains no times or locations, so that the same build gives the same bytes; what is appended later comes after what was
+there, and earlier samples keep their numbers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """What a build says of the data, beyond what the shards know."""
+    """What a build says about the data, beyond what the shards contain."""
 
     vocab_size: int = 0
-    """Token ids are below it; 0: not said."""
+    """Token ids are below it; 0: unknown."""
     tokenizer: str = ""
     tokenizer_digest: str = ""
-    """BLAKE3 of the tokenizer's file; empty where there is none (bytes)."""
+    """BLAKE3 of the tokenizer's file; empty if there is none (bytes)."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """What was built from what, with which settings: plain values."""
+    """The inputs and settings of the build: plain values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ShardEntry:
     notes_bytes: int
     largest: int
     blake3: str
-    """Of the shard's footer."""
+    """Digest of the shard's footer."""
 
     def regions(self, block_bytes: int) -> ShardRegions[int]:
         return ShardRegions(self.num_items, self.data_bytes, self.notes_bytes, block_bytes)
@@ -71,7 +71,8 @@ class DatasetManifest:
 
     @property
     def regions(self) -> ShardRegions[Ints]:
-        """Of all shards at once: of thousands, one by one, it takes longer than all else about opening a data set."""
+        """The regions of all shards at once: computed one by one for thousands, they would dominate the time to open a
+        data set."""
         counts = [(shard.num_items, shard.data_bytes, shard.notes_bytes) for shard in self.shards]
         columns = np.array(counts, dtype=np.int64).reshape(-1, 3).T
         return ShardRegions(columns[0], columns[1], columns[2], self.head.block_bytes)
@@ -91,7 +92,7 @@ class DatasetManifest:
 
     @property
     def identity(self) -> str:
-        """Names the samples and their order, whatever the files are called and wherever they came from."""
+        """Identifies the samples and their order, whatever the files are called and wherever they came from."""
         head = f"{self.head.kind} {self.head.dtype} {self.about.vocab_size}\n"
         digest = blake3((head + "\n".join(shard.blake3 for shard in self.shards)).encode()).hexdigest(length=16)
         return f"shards of {self.num_items} {'documents' if self.head.kind == 'tokens' else 'records'}, blake3 {digest}"
@@ -113,7 +114,7 @@ def encode_manifest(manifest: DatasetManifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str) -> DatasetManifest:
-    """``DataError`` for a document that is damaged, of a later program, or contradicts itself."""
+    """``DataError`` for a manifest that is damaged, of a later version of this program, or inconsistent."""
     fix = "Build the data set again, or copy it again from an intact copy."
     try:
         body = unseal(_KIND, data, f"'{name}'", VERSION)
@@ -127,7 +128,7 @@ def decode_manifest(data: bytes, name: str) -> DatasetManifest:
 
 
 def read_manifest(files: Files) -> DatasetManifest:
-    """One read, no listing, where all is well."""
+    """One read and no listing in the normal case."""
     try:
         data = files.read(NAME)
     except DataError as error:

@@ -1,10 +1,10 @@
-"""Which shards lie in memory, and which of their blocks have been checked?
+"""Keeps shards memory-mapped, and tracks which of their blocks have been checked.
 
 Shards are mapped when first needed. Positions are counted in one space for all: shard after shard, each beginning at a
 block (``place``), so that block numbers and addresses are a shift and an addition for a whole batch at once.
-Invariants: a block that is marked as checked lies in a mapped shard and matched its checksum in this process; marks go
-when their shard is let go; a damaged block is never marked. Nothing of a shard is believed before its size, footer,
-header and table of checksums agree with ``dataset.json``.
+Invariants: a block that is marked as checked is in a mapped shard and matched its checksum in this process; marks are
+removed when their shard is unmapped; a damaged block is never marked. Nothing in a shard is trusted before its size,
+footer, header and table of checksums agree with ``dataset.json``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from closeranks.data.shards.shard_footer import read_footer
 from closeranks.data.shards.shard_format import UnsoundShard
 
 _MOST_REMOTE = 64
-"""Each shard held is one that the cache of a host cannot evict."""
+"""A mapped shard cannot be evicted from the cache of a host."""
 AGAIN = "Copy this file again from an intact copy, or build again; `closeranks data verify` lists all damage."
 
 
 @dataclass(slots=True)
 class MappedShard:
-    """A shard in memory."""
+    """A memory-mapped shard."""
 
     map: FileMap
     view: memoryview
@@ -43,7 +43,7 @@ class MappedShard:
     checksums: npt.NDArray[np.uint32]
     hold: ExitStack
     decoders: list[RecordDecoder] = field(default_factory=list)
-    """By number of the form; empty until the first record is read."""
+    """By schema number; empty until the first record is read."""
 
 
 class MappedShards:
@@ -57,11 +57,11 @@ class MappedShards:
         self.shift = manifest.head.block_bytes.bit_length() - 1
         self.first_block: Ints = np.append(np.int64(0), np.cumsum(manifest.regions.num_blocks))
         self.place: Ints = self.first_block << self.shift
-        """Where each shard begins in the space of all; the last is the end of it."""
+        """Where each shard begins in the common space of positions; the last entry is its end."""
         self.window = GatherWindow()
         self.address: Ints = np.zeros(num_shards + 1, dtype=np.int64)
-        """Added to a place in a mapped shard it is what ``window`` gathers from."""
-        # One byte a block, zero: pages of it come to be when touched, and a forked process has marks of its own.
+        """Added to a position in a mapped shard, it gives the index into ``window``."""
+        # One zero byte per block: pages are allocated when touched, and a forked process has marks of its own.
         num_marks = int(self.first_block[-1]) + 1
         self._marks = mmap.mmap(-1, num_marks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._is_checked = np.frombuffer(self._marks, dtype=np.bool_)
@@ -72,12 +72,12 @@ class MappedShards:
         self._fetched_again: set[int] = set()
 
     def __getitem__(self, shard: int) -> MappedShard:
-        """One that is mapped."""
+        """The shard must be mapped."""
         return self._mapped[shard]
 
     def is_sound(self, shard: Ints, first: Ints, last: Ints) -> bool:
-        """Whether the blocks from ``first`` up to and with ``last`` are checked, pair by pair: about 2 µs where none
-        reaches over more than two. ``shard`` says where each pair lies, and counts as used now."""
+        """Whether the blocks from ``first`` to ``last`` (inclusive) are checked, pair by pair: about 2 µs if no pair
+        spans more than two. ``shard`` is the shard of each pair, and is marked as used now."""
         if self._is_bounded:
             self._clock += 1
             self._used[shard] = self._clock
@@ -90,25 +90,25 @@ class MappedShards:
 
     def prepare(self, shard: Ints, first: Ints, last: Ints) -> bool:
         """Map these shards and check these blocks, in this order; ``BadRecordError`` for the first damaged one. False
-        where they lie in more shards than may be held at a time: ask for fewer."""
+        if they are in more shards than may be mapped at a time: the caller must ask for fewer."""
         wanted = set(shard.tolist())
         if len(wanted) > self.most:
             return False
         is_settled = False
-        while not is_settled:  # a shard that is fetched again loses the marks it had
+        while not is_settled:  # a shard that is fetched again loses its marks
             self._require(wanted)
             is_settled = all(self._checked(*pair) for pair in zip(first.tolist(), last.tolist(), strict=True))
         return True
 
     def _checked(self, begin: int, end: int) -> bool:
-        """False where a damaged copy was thrown away, and everything must be looked at again."""
+        """False if a damaged copy was discarded, and everything must be checked again."""
         while (begin := self._marks.find(b"\0", begin, end + 1)) >= 0:
             if not self._check_block(begin):
                 return False
         return True
 
     def _require(self, wanted: set[int]) -> None:
-        """Those used longest ago make room."""
+        """Unmaps the least recently used shards to stay within the limit."""
         missing = sorted(shard for shard in wanted if shard not in self._mapped)
         if not missing:
             return
@@ -122,7 +122,7 @@ class MappedShards:
             self._place_window()
 
     def _let_go(self, shard: int) -> None:
-        """Arrays cut from it keep the map alive; the file may be evicted now."""
+        """Unmap a shard; arrays that are views of it keep the map alive. The file may be evicted now."""
         self._is_checked[self.first_block[shard] : self.first_block[shard + 1]] = False
         self._mapped.pop(shard).hold.close()
 
@@ -150,8 +150,8 @@ class MappedShards:
             return MappedShard(file_map, view, checksums, hold.pop_all())
 
     def _check_block(self, block: int) -> bool:
-        """Mark a sound block. A copy of a shard that lies far away may be damaged where the shard itself is not: it is
-        thrown away once, and False returned."""
+        """Mark a sound block. The cached copy of a remote shard may be damaged while the shard itself is not: the copy
+        is discarded once, and False is returned."""
         shard = int(np.searchsorted(self.first_block, block, side="right")) - 1
         mapped, entry = self._mapped[shard], self.manifest.shards[shard]
         number = block - int(self.first_block[shard])
@@ -177,7 +177,7 @@ class MappedShards:
         return True
 
     def notes(self, shard: int) -> bytes:
-        """The notes of a shard, which must be sound as a whole."""
+        """The notes of a shard, all blocks of which are checked."""
         shape = self.manifest.shards[shard].regions(1 << self.shift)
         start, stop = shape.notes_offset, shape.notes_offset + shape.notes_bytes
         blocks = self.first_block[shard] + (np.array([start, max(start, stop - 1)]) >> self.shift)

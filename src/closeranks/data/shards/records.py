@@ -1,8 +1,8 @@
-"""How are records read from shards?
+"""Reads records from shards.
 
-Where each lies is one gather for the whole batch; then each is decoded by the ``struct`` of its form, arrays as
-read-only views of the map, or all of them together where they are alike (``columns``). Invariant: a record is handed
-out only from blocks that matched their checksum in this process.
+One gather finds the locations of the whole batch; then each record is decoded by the ``struct`` of its schema, with
+arrays as read-only views of the map, or all of them together if they have equal layout (``columns``). Invariant: a
+record is returned only from blocks that matched their checksum in this process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from closeranks.data.shards.tokens import check_same, manifest_of
 
 _FORM = np.dtype("<u8")
 UNDECODABLE = (ValueError, TypeError, IndexError, struct.error, RecursionError)
-"""What decoding raises on bytes that no writer of ours wrote."""
+"""What decoding raises on bytes that none of our writers wrote."""
 
 
 class ShardRecords:
-    """Records of a folder of shards. ``most_mapped`` shards are held at a time; 0: all of a local folder, else 64."""
+    """Records of a folder of shards. At most ``most_mapped`` are mapped at a time; 0: all of a local folder, else
+    64."""
 
     def __init__(self, files: Files, most_mapped: int = 0) -> None:
         manifest = manifest_of(files, "records")
@@ -42,7 +43,7 @@ class ShardRecords:
         self._data_bytes: Ints = manifest.regions.data_bytes
         self.identity = manifest.identity
         self._columns: dict[int, list[SchemaColumns]] = {}
-        """By shard and number of the form; the same object for equal forms of different shards."""
+        """By shard and schema number; equal schemas of different shards share one object."""
         self._same: dict[Form, SchemaColumns] = {}
         self.fields = dict(manifest.fields)
         """Every field's name, and the kinds of its values."""
@@ -56,7 +57,7 @@ class ShardRecords:
 
     def read(self, indices: Ints) -> list[Record]:
         """About 15 µs for any number of records, then 1 to 2 µs for each and the time to copy bytes and text; arrays
-        are not copied and cannot be written to."""
+        are not copied and are read-only."""
         indices = np.asarray(indices, dtype=np.int64)
         if not len(indices):
             return []
@@ -70,8 +71,8 @@ class ShardRecords:
         return [self._record(*row) for row in rows]
 
     def columns(self, indices: Ints, names: Collection[str]) -> dict[str, npt.NDArray[Any]] | None:
-        """These fields, one array for all records; None where the records are not alike, or hold something else than
-        numbers there. About 40 µs for any number of records, and the time to copy their bytes."""
+        """These fields, one array for all records; None if the records have different layouts, or values that are not
+        numbers. About 40 µs for any number of records, and the time to copy their bytes."""
         indices = np.asarray(indices, dtype=np.int64)
         found = self._located(indices) if len(indices) else None
         if found is None or np.count_nonzero(found.end - found.begin != found.end[0] - found.begin[0]):
@@ -108,7 +109,8 @@ class ShardRecords:
             raise BadRecordError(f"{place}: the record cannot be decoded ({error})", AGAIN) from error
 
     def _located(self, indices: Ints) -> ItemLocations | None:
-        """Where they lie, all blocks of theirs checked; None where they lie in too many shards at a time."""
+        """The locations of the records, with all their blocks checked; None if they are in too many shards at a
+        time."""
         found = self._index.locate(indices)
         if found is None:
             return None
@@ -133,7 +135,7 @@ class ShardRecords:
         return mapped.decoders
 
     def where(self, index: int) -> RecordLocation:
-        """In bytes; where the index itself is damaged, by the record's number in its file."""
+        """In bytes; if the index itself is damaged, by the record's number in its file."""
         indices = np.array([index], dtype=np.int64)
         shard = int(self._index.shard_of(indices)[0])
         full = self._files.full_name(self._names[shard])
@@ -150,7 +152,7 @@ class ShardRecords:
         return [self._names[shard] for shard in dict.fromkeys(shards)]
 
     def close(self) -> None:
-        """Let go of all shards; reading maps them again."""
+        """Release all shards; reading maps them again."""
         self._shards.close()
 
 

@@ -1,8 +1,8 @@
-"""How does one shard come to be, so that half of one is never taken for a whole?
+"""Writes one shard, so that an unfinished one is never taken for complete.
 
-It is written front to back as ``NAME.part``; what the checksums cover is summed up as it goes; then the footer, fsync,
-and the rename to ``NAME``. Invariants: a file without ``.part`` is whole and durable; the bytes depend on what was
-appended alone; one process writes a shard at a time (flock). A torn ``.part`` is written over from the beginning.
+It is written front to back as ``NAME.part``, with checksums computed along the way; then the footer, fsync, and the
+rename to ``NAME``. Invariants: a file without ``.part`` is complete and durable; its bytes depend only on what was
+appended; one process writes a shard at a time (flock). A torn ``.part`` is overwritten from the beginning.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of data and index, so far."""
+        """Bytes of data and index, so far."""
         return self._offsets[-1] * self._head.unit_bytes + 8 * len(self._offsets)
 
     def append(self, data: bytes | memoryview) -> None:
@@ -77,13 +77,13 @@ class ShardFile:
             self._guarded(self._flush)
 
     def finish(self, notes: dict[str, Any], largest: int) -> ShardEntry:
-        """Whole and durable under its name when this returns. ``largest`` is the largest token id."""
+        """The shard is complete and durable under its name when this returns. ``largest`` is the largest token id."""
         return self._guarded(lambda: self._finish(notes, largest))
 
     def abort(self) -> None:
-        """Leave nothing behind; never raises."""
+        """Remove the unfinished file; never raises."""
         if self._fd >= 0:
-            with suppress(OSError):  # a torn .part is written over by whoever goes on
+            with suppress(OSError):  # a torn .part is overwritten by the next writer
                 self._part.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
@@ -93,12 +93,12 @@ class ShardFile:
         self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._path.exists() or not _is_at(self._fd, self._part):
-            raise BlockingIOError  # its writer gave it its name, or removed it, just before the lock was ours
+            raise BlockingIOError  # its writer renamed or removed it just before this process took the lock
         os.ftruncate(self._fd, 0)
         failpoint(BEGUN)
 
     def _flush(self, *, is_last: bool = False) -> None:
-        """Write all whole blocks (the last one too, whole or not) and note their checksums."""
+        """Write all whole blocks (with ``is_last`` also the last, partial one) and record their checksums."""
         size = self._head.block_bytes
         count = len(self._buffer) if is_last else len(self._buffer) // size * size
         with memoryview(self._buffer) as view:

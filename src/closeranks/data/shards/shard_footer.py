@@ -1,7 +1,7 @@
-"""Is a file the shard it should be?
+"""Checks that a file is the shard it should be, from its header and footer, without reading its data.
 
-Told from its two ends, without reading its data. Invariant: what passes has its size, header, footer and table of
-checksums as they were written, and is the shard that ``dataset.json`` means.
+Invariant: a file that passes has its size, header, footer and table of checksums as they were written, and is the shard
+that ``dataset.json`` lists.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from closeranks.storage.disk import read_range
 def read_footer(
     fd: int, entry: ShardEntry | None = None, head: ShardHeader | None = None
 ) -> tuple[ShardFooter, npt.NDArray[np.uint32]]:
-    """A shard's footer and the checksums of its blocks, checked against each other, the header and what
-    ``dataset.json`` says of it (None: nothing yet)."""
+    """A shard's footer and the checksums of its blocks, checked against each other, the header and its entry in
+    ``dataset.json`` (None: there is none yet)."""
     num_bytes = os.fstat(fd).st_size
     data = os.pread(fd, FOOTER_BYTES, max(0, num_bytes - FOOTER_BYTES))
     expected = entry.regions(head.block_bytes).num_bytes if entry and head else num_bytes

@@ -1,11 +1,11 @@
-"""Which byte of a shard means what?
+"""The file format of a shard.
 
     header | data | index | notes | checksums | footer
 
-Everything before the checksums is cut into blocks of ``block_bytes``, counted from the first byte of the file, and each
-has its CRC32C; the checksums have a BLAKE3 in the footer, the footer a CRC32C of its own. Invariant: no byte is outside
-these, so that any single flipped bit is found, and where each region lies follows from four numbers alone
-(``ShardRegions``). Pure: bytes in, values out. The page docs/data-format.md says the same for readers without this
+Everything before the checksums is divided into blocks of ``block_bytes``, counted from the first byte of the file, and
+each has its CRC32C; the checksums have a BLAKE3 in the footer, the footer a CRC32C of its own. Invariant: these cover
+every byte, so that any single flipped bit is found, and the position of each region follows from four numbers alone
+(``ShardRegions``). Pure: bytes in, values out. The page docs/data-format.md specifies the same for readers without this
 program.
 """
 
@@ -28,7 +28,7 @@ HEADER_BYTES = 64
 FOOTER_BYTES = 128
 DATA_OFFSET = 4096
 BLOCK_BYTES = 32 << 10
-"""A block is what is checked at once: smaller ones make the first touch of a sample cheaper, larger ones the tables
+"""A block is the unit of checking: smaller ones make the first access to a sample cheaper, larger ones the tables
 smaller. At 32 KiB the check takes 4 µs, and the checksums are an eight-thousandth of the data."""
 SUFFIX = ".crs"
 
@@ -36,7 +36,7 @@ _HEADER_MAGIC = b"CRSHARD\n"
 _FOOTER_MAGIC = b"CRSFOOT\n"
 _KINDS: tuple[Kind, ...] = ("tokens", "records")
 TOKEN_DTYPES = {"uint8": 1, "uint16": 2, "uint32": 3, "int32": 4, "int64": 5}
-"""The code of each in header and footer; 0 stands there for records."""
+"""The code of each dtype in header and footer; 0 means records."""
 _DTYPE_OF = {0: "", **{code: name for name, code in TOKEN_DTYPES.items()}}
 
 _HEADER = struct.Struct("<8sIIIIQ")
@@ -45,7 +45,7 @@ _CRC = struct.Struct("<I")
 
 
 class UnsoundShard(Exception):
-    """A shard that is not what it should be; ``str`` says why, without the file's name."""
+    """A shard that is not what it should be; ``str`` gives the reason, without the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ShardHeader:
 
     kind: Kind
     dtype: str
-    """Of tokens; empty for records."""
+    """The dtype of tokens; empty for records."""
     block_bytes: int
 
     @property
@@ -65,7 +65,7 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegions(Generic[N]):
-    """Where the regions of a shard lie; with arrays for numbers, those of many shards at once."""
+    """The positions of a shard's regions; with arrays instead of numbers, those of many shards at once."""
 
     num_items: N
     """Documents or records."""
@@ -103,7 +103,7 @@ class ShardFooter:
     head: ShardHeader
     shape: ShardRegions[int]
     largest: int
-    """The largest token id; 0 for records, and where there are no tokens."""
+    """The largest token id; 0 for records, and if there are no tokens."""
     table_blake3: bytes
 
     @property
@@ -181,5 +181,5 @@ def check_table(data: bytes, footer: ShardFooter) -> npt.NDArray[np.uint32]:
 
 
 def footer_digest(data: bytes) -> str:
-    """Names a shard's content in ``dataset.json``: through the checksums it stands for every byte."""
+    """Identifies a shard's content in ``dataset.json``: through the checksums it covers every byte."""
     return str(blake3(data).hexdigest())

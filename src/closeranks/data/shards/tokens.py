@@ -1,8 +1,8 @@
-"""How are token ids read from shards?
+"""Reads token ids from shards.
 
-A batch is one gather over all mapped shards (mapping.py, [Note: one window over all maps]). Invariants: tokens are
-handed out only from blocks that matched their checksum in this process; a window may lie across shards, and reads as if
-there were one stream.
+A batch is one gather over all mapped shards (file_map.py, [Note: one window over all maps]). Invariants: tokens are
+returned only from blocks that matched their checksum in this process; a window may span several shards, which are read
+as one stream.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from closeranks.data.shards.mapped_shards import MappedShards
 from closeranks.data.shards.shard_format import DATA_OFFSET
 
 _FEW_DOCUMENTS = 1 << 20
-"""Their ends are kept as an array (8 MiB); those of more are read from the maps as they are needed."""
+"""Up to this many, the ends are kept as an array (8 MiB); more are read from the maps as needed."""
 
 
 class ShardTokens:
-    """Token ids of a folder of shards. ``most_mapped`` shards are held at a time; 0: all of a local folder, else 64."""
+    """Token ids of a folder of shards. At most ``most_mapped`` are mapped at a time; 0: all of a local folder, else
+    64."""
 
     def __init__(self, files: Files, most_mapped: int = 0) -> None:
         manifest = manifest_of(files, "tokens")
@@ -40,7 +41,7 @@ class ShardTokens:
         self._first: Ints = np.append(np.int64(0), np.cumsum(data_bytes // self.dtype.itemsize))
         self._last = self._first[1:].astype(np.uint64)
         begin = self._shards.place[:-1] + DATA_OFFSET
-        # One entry more than shards: a start that is in none of them finds an end that no window keeps.
+        # One more entry than shards: a start beyond all of them finds an end that no window fits.
         self._bias: Ints = np.append(begin - self._first[:-1] * self.dtype.itemsize, 0)
         self._stop: Ints = np.append(begin + data_bytes, np.iinfo(np.int64).min)
         self.block = typical_block(np.diff(self._first))
@@ -66,7 +67,7 @@ class ShardTokens:
         num_bytes = length * self.dtype.itemsize
         if not len(starts) or length < 1:
             return np.empty((len(starts), length), dtype=self.dtype)
-        # A negative start looks like a very large one here, which is beyond all shards too.
+        # A negative start is treated as a very large one, which is also beyond all shards.
         shard = self._last.searchsorted(starts.view(np.uint64), side="right")
         at = starts * self.dtype.itemsize + self._bias[shard]
         end = at + num_bytes
@@ -79,7 +80,7 @@ class ShardTokens:
         return self._shards.window.gather(at + self._shards.address[shard], num_bytes, self.dtype)
 
     def _read_across(self, starts: Ints, length: int, shard: Ints) -> npt.NDArray[Any]:
-        """Some of these windows do not end in the shard that they begin in."""
+        """Some of these windows do not end in the shard in which they begin."""
         if int(starts.min()) < 0 or int(starts.max()) + length > self.num_tokens:
             raise IndexError(f"the data set has {self.num_tokens} tokens, and the request is out of range")
         found = np.empty((len(starts), length), dtype=self.dtype)
@@ -107,7 +108,7 @@ class ShardTokens:
         return [self._names[shard] for shard in dict.fromkeys(shard for span in spans for shard in span)]
 
     def close(self) -> None:
-        """Let go of all shards; reading maps them again."""
+        """Release all shards; reading maps them again."""
         self._shards.close()
 
 

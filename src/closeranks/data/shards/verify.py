@@ -1,8 +1,9 @@
-"""Is every byte of a data set what was written, and which samples are hit where it is not?
+"""Verifies every byte of a data set, and reports which samples are affected by damage.
 
-Reads all of it past what any reader has checked already: the document, both ends of each shard, every block against its
-checksum, then what the bytes say (order of the offsets, ids within the vocabulary, records that decode). Invariant: a
-flipped bit anywhere in ``dataset.json`` or in a shard it lists gives at least one finding; a sound data set gives none.
+Reads everything anew, whatever readers have checked already: the manifest, header and footer of each shard, every block
+against its checksum, then the content (order of the offsets, ids within the vocabulary, records that decode).
+Invariant: a flipped bit anywhere in ``dataset.json`` or in a shard it lists gives at least one finding; a sound data
+set gives none.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class ShardFinding:
     """Something that is not as it was written."""
 
     file: str
-    """As a person would name it."""
+    """As a user would name it."""
     offset: int
     num_bytes: int
-    """The damage lies in these bytes: a block, or the whole file."""
+    """The damage is in these bytes: a block, or the whole file."""
     reason: str
     unit: str = ""
-    """What ``first`` and ``last`` count: tokens, documents or records of the data set. Empty: no samples are hit."""
+    """What ``first`` and ``last`` count: tokens, documents or records of the data set. Empty: no samples are
+    affected."""
     first: int = 0
     last: int = 0
 
@@ -65,7 +67,7 @@ class _Shard:
 
 
 def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) -> list[ShardFinding]:
-    """All findings, in the order of the files; none where all is well. ``on_progress`` gets bytes done and in all."""
+    """All findings, in the order of the files; none if all is well. ``on_progress`` gets bytes done and total bytes."""
     try:
         manifest = read_manifest(files)
     except DataError as error:
@@ -94,7 +96,7 @@ def verify(files: Files, on_progress: Callable[[int, int], None] | None = None) 
 
 
 def _is_out_of_reach(error: DataError, files: Files) -> bool:
-    """What may not be read, or lies where nobody answers, says nothing of the data."""
+    """A file that may not be read or cannot be reached says nothing about the data."""
     cause = error.__cause__
     is_gone = isinstance(cause, MissingError | ChangedError)
     is_unanswered = isinstance(cause, StorageError) and not files.is_local and not is_gone
@@ -116,8 +118,8 @@ def _whole(full: str, shard: _Shard, reason: str) -> ShardFinding:
 
 
 def affected_samples(shard: _Shard, offsets: Ints | None, start: int, stop: int) -> tuple[str, int, int]:
-    """Which samples need the bytes from ``start`` to ``stop`` of a shard: pure. ``offsets``: its index, where that is
-    sound; without it a shard of records is hit as a whole."""
+    """Which samples need the bytes from ``start`` to ``stop`` of a shard: pure. ``offsets``: its index, if that is
+    sound; without it, all records of a shard are affected."""
     shape = shard.shape
     if shard.kind == "tokens":
         first = max(start - DATA_OFFSET, 0) // shard.unit_bytes
@@ -146,7 +148,7 @@ def _items(shard: _Shard, start: int, stop: int) -> tuple[int, int]:
 
 
 class _Check:
-    """One shard."""
+    """Verifies one shard."""
 
     def __init__(self, full: str, shard: _Shard, manifest: DatasetManifest) -> None:
         self._full, self._shard, self._manifest = full, shard, manifest
@@ -167,7 +169,7 @@ class _Check:
         return [_whole(self._full, self._shard, reason)] if reason else []
 
     def _bad_blocks(self, checksums: list[int]) -> tuple[list[int], int]:
-        """Numbers of the blocks that do not match, and the largest token in all of them."""
+        """Numbers of the blocks that do not match, and the largest token in all blocks."""
         shape, size = self._shard.shape, self._shard.shape.block_bytes
         stop = DATA_OFFSET + shape.data_bytes
         dtype = np.dtype(self._manifest.head.dtype or "u1").newbyteorder("<")
@@ -207,7 +209,7 @@ class _Check:
         return np.frombuffer(self._bytes(shape.index_offset, 8 * (shape.num_items + 1)), "<i8").astype(np.int64)
 
     def _nonsense(self, footer: ShardFooter, largest: int) -> str:
-        """What is wrong with bytes that are as they were written: a writer that was wrong. Empty: nothing."""
+        """What is wrong with bytes that are as they were written, by a faulty writer. Empty: nothing."""
         offsets = self._offsets()
         if offsets[0] != 0 or int(offsets[-1]) != footer.num_units or (np.diff(offsets) < 0).any():
             return "its index is out of order, or does not cover the data"

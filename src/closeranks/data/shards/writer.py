@@ -1,20 +1,20 @@
-"""How do documents and records become shards, by several processes and over several tries?
+"""Writes documents and records as shards, with several processes and across restarts.
 
 A plan cuts the inputs into parts, in a way that does not depend on the number of processes. One process at a time
 writes a part:
 
     with TokenShardWriter(folder, "uint16", part=3, vocab_size=50257, build=digest_of_plan) as writer:
         for tokens, cursor in documents_from(writer.cursor):  # None: from the beginning
-            writer.append(tokens, cursor=cursor)              # where the input goes on after this document
+            writer.append(tokens, cursor=cursor)              # where the input continues after this document
         names = writer.finish()                               # the part's shards, in order
 
-and when all parts are done one process calls ``commit.commit(folder, names_of_all_parts, About(...))``. A single
+and when all parts are done one process calls ``commit.commit(folder, names_of_all_parts, DatasetInfo(...))``. A single
 writer needs no part number, and ``finish_and_commit(about)`` does both. ``RecordShardWriter`` is the same for records.
 
-Invariants: a writer that was killed anywhere is constructed again and goes on after its last finished shard (the torn
-one is dropped: at most ``shard_bytes`` are done twice); the result is byte for byte that of an undisturbed build;
-shards of another build (``build``) are never continued. ``BadRecordError`` leaves the writer as it was: the caller may
-go on.
+Invariants: a writer that was killed anywhere is constructed again and continues after its last finished shard (the torn
+one is dropped: at most ``shard_bytes`` are done twice); the result is byte for byte that of an uninterrupted build;
+shards of another build (``build``) are never continued. ``BadRecordError`` leaves the writer unchanged: the caller may
+continue.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DECIMALS = 5
 
 
 class _Writer:
-    """What both kinds share: shards one after the other, and going on after those that are finished."""
+    """What both kinds share: writing shards one after the other, and continuing after those that are finished."""
 
     def __init__(
         self, folder: str | Path, head: ShardHeader, part: int | None, first: int, build: str, shard_bytes: int
@@ -51,12 +51,12 @@ class _Writer:
         self._next = first
         self._file: ShardFile | None = None
         self.shards: list[ShardEntry] = []
-        """Those that are finished, also by earlier tries."""
+        """The finished shards, including those of earlier attempts."""
         self.cursor: Any = None
-        """Of the last append that a finished shard holds: where the input goes on. None: at its beginning."""
+        """The cursor of the last append in a finished shard: where the input continues. None: at its beginning."""
         self._last_cursor: Any = None
         self.num_bytes = 0
-        """Of data appended by this process."""
+        """Bytes of data appended by this process."""
         self._resume()
 
     @property
@@ -78,7 +78,7 @@ class _Writer:
             self._next += 1
 
     def _room(self, num_bytes: int) -> ShardFile:
-        """Where an item of this size goes: into a new shard where it would make this one too large."""
+        """The shard for an item of this size: a new one if the item would make the current one too large."""
         if self._file is not None and self._file.num_bytes + num_bytes + 8 > self._shard_bytes:
             self._finish_shard()
         if self._file is None:
@@ -90,7 +90,7 @@ class _Writer:
         self.num_bytes += num_bytes
 
     def _notes(self) -> tuple[dict[str, Any], int]:
-        """What a shard's notes hold beyond what any shard's do, and its largest token; begins anew."""
+        """The entries of a shard's notes that depend on the kind of writer, and its largest token; resets both."""
         raise NotImplementedError
 
     def _finish_shard(self) -> None:
@@ -104,7 +104,7 @@ class _Writer:
         self._next += 1
 
     def finish(self) -> tuple[str, ...]:
-        """Finish the last shard; the names of all, in order. Without items there are none."""
+        """Finish the last shard; returns the names of all, in order. Without items there are none."""
         self._finish_shard()
         return tuple(shard.name for shard in self.shards)
 
@@ -118,14 +118,14 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is not finished is given up; finished shards stay."""
+        """What is unfinished is abandoned; finished shards stay."""
         if self._file is not None:
             self._file.abort()
             self._file = None
 
 
 class TokenShardWriter(_Writer):
-    """Documents of token ids. ``first`` is the number of the first shard: to go on after those of a data set."""
+    """Documents of token ids. ``first`` is the number of the first shard: to continue after those of a data set."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class TokenShardWriter(_Writer):
 
 
 class RecordShardWriter(_Writer):
-    """Records of named values. ``first`` is the number of the first shard: to go on after those of a data set."""
+    """Records of named values. ``first`` is the number of the first shard: to continue after those of a data set."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""How do the values of many records become one tensor per field?
+"""Collates the values of many records into one tensor per field.
 
-What a field is (its type and shape) is found out once, from the first records, and holds from then on. Invariant: a
-sample's tensor does not depend on the batch it is read in; a value that does not fit is refused by name, never cut,
-rounded to an integer or wrapped around.
+The dtype and shape of a field are inferred once, from the first records, and then fixed. Invariant: a sample's tensor
+does not depend on the batch it is read in; a value that does not fit is refused with an error that names the field,
+never truncated, rounded to an integer or wrapped around.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Columns: TypeAlias = dict[str, "CollatedField"]
 
 
 class FieldMismatch(Exception):
-    """The value of one row is not what its field is."""
+    """The value of one row does not fit its field."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
@@ -34,12 +34,12 @@ class FieldMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CollatedField:
-    """What every sample gives of one field."""
+    """The dtype and shape of one field, the same for every sample."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     is_image: bool = False
-    """An image of bytes, height x width x channels; its tensor is channels x height x width, from 0 to 1."""
+    """A uint8 image, height x width x channels; its tensor is channels x height x width, from 0 to 1."""
 
     def __str__(self) -> str:
         return describe_type(self.dtype, self.shape)
@@ -50,7 +50,7 @@ def describe_type(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
 
 
 def as_array(value: Any) -> npt.NDArray[Any] | None:
-    """A value as numbers; None of one that cannot be (text, nothing, lists of different lengths)."""
+    """A value as an array of numbers; None if that is impossible (text, None, lists of different lengths)."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(value, dtype=np.uint8)
     try:
@@ -61,8 +61,8 @@ def as_array(value: Any) -> npt.NDArray[Any] | None:
 
 
 def infer_field(values: Sequence[Any], *, is_image: bool) -> CollatedField | None:
-    """What the field of these values is: the shape most of them have, a type that holds all of them; None where they
-    cannot be tensors."""
+    """The field that these values make: the most frequent shape, a dtype that holds all of them; None if they cannot be
+    tensors."""
     arrays = [as_array(value) for value in values]
     found = [array for array in arrays if array is not None]
     if not found or len(found) < len(arrays):
@@ -73,8 +73,8 @@ def infer_field(values: Sequence[Any], *, is_image: bool) -> CollatedField | Non
 
 
 def infer_fields(records: Sequence[Decoded], images: Collection[str], identity: str, *, is_asked_for: bool) -> Columns:
-    """What a batch holds, by its first records: all that most of them have and that can be tensors; a field that was
-    asked for by name must be one. ``images``: fields that hold images."""
+    """The fields of a batch, by its first records: all that most records have and that can be tensors; a field that was
+    requested by name must be one. ``images``: fields that hold images."""
     counts = Counter(name for record in records for name in record)
     columns = {}
     for name in counts:
@@ -95,12 +95,12 @@ def infer_fields(records: Sequence[Decoded], images: Collection[str], identity: 
 
 
 def is_inside(name: str, field: str) -> bool:
-    """Whether a decoded value comes from this field of a record: what is nested has names with dots."""
+    """Whether a decoded value comes from this field of a record: nested values have dotted names."""
     return name == field or name.startswith(f"{field}.")
 
 
 def stack(field: CollatedField, values: Sequence[Any]) -> Tensor:
-    """One row per value; ``FieldMismatch`` for the first that is not what the field is."""
+    """One row per value; ``FieldMismatch`` for the first that does not fit the field."""
     stacked = np.empty((len(values), *field.shape), dtype=field.dtype)
     for row, value in enumerate(values):
         is_ready = isinstance(value, np.ndarray) and value.dtype == field.dtype and value.shape == field.shape

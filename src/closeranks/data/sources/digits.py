@@ -1,6 +1,6 @@
-"""How do the handwritten digits become samples?
+"""The source of scikit-learn's handwritten digits.
 
-Invariant: an image is in the training or in the evaluation part by the seed alone, whoever reads it.
+Invariant: the seed alone decides whether an image is in the training or in the evaluation part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_digits(config: DigitsDataConfig, split: Split, seed: int) -> DigitsSour
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Importing scikit-learn takes about a second, so it is paid only by a job that asks for digits."""
+    """Importing scikit-learn takes about a second, which only jobs that use digits pay."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:

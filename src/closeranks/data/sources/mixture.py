@@ -1,8 +1,8 @@
-"""How do several sources become one, whose samples are those of the first, then those of the second, and so on?
+"""Combines several sources into one: the samples of the first, then those of the second, and so on.
 
-In which proportions they are drawn is the order's business (``parts`` and ``weights`` are for it). Invariant: a sample
-looks the same whichever batch it is read in: all parts give the same tensors, of one type and shape, which is found out
-when the mixture is opened and holds from then on.
+The order decides in which proportions they are drawn (it uses ``parts`` and ``weights``). Invariant: a sample is the
+same in whichever batch it is read: all parts return the same tensors, with the same dtype and shape, which are
+determined when the mixture is opened and then fixed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from closeranks.data.source import LoaderSource, as_loader_source
 from closeranks.data.sources.registry import SOURCES, Split, opener_of
 
 _PROBED = 8
-"""Samples tried, where the first ones of a part are damaged."""
+"""Number of samples tried if the first ones of a part are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTensorSpec:
-    """One tensor of a batch, seen as one sample of it."""
+    """The dtype and shape of one sample's row in one tensor of a batch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class WeightedSource:
 
 
 class MixtureSource:
-    """The parts one after the other: sample ids count on from part to part."""
+    """The concatenation of the parts: sample ids continue from part to part."""
 
     def __init__(self, parts: Sequence[WeightedSource]) -> None:
         self.parts: tuple[LoaderSource, ...] = tuple(part.source for part in parts)
@@ -66,7 +66,7 @@ class MixtureSource:
         return int(self._bounds[-1])
 
     def read(self, indices: Ints) -> Batch:
-        """Each part is read once; rows come out in the order asked for."""
+        """Each part is read once; rows are in the order of ``indices``."""
         numbers = self._numbers(indices)
         rows, batches = [], []
         for number in np.unique(numbers).tolist():
@@ -105,7 +105,7 @@ class MixtureSource:
             part.close()
 
     def _numbers(self, indices: Ints) -> Ints:
-        """The part each index falls in."""
+        """The number of the part that contains each index."""
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
 
@@ -118,7 +118,7 @@ def fields_of(batch: Batch) -> dict[str, SampleTensorSpec]:
 
 
 def common_fields(parts: Mapping[str, Fields]) -> dict[str, SampleTensorSpec]:
-    """What a batch of the mixture holds. Integers of different sizes are widened; all else must agree."""
+    """The fields of a mixture's batch. Integers of different sizes are widened; everything else must agree."""
     (first_name, first), *others = parts.items()
     for name, fields in others:
         if fields.keys() != first.keys():
@@ -150,7 +150,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _widened(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """By numpy's rules: torch promotes no uint16."""
+    """By numpy's rules: torch does not promote uint16."""
     if one == other:
         return one
     dtypes = (torch.empty(0, dtype=dtype).numpy().dtype for dtype in (one, other))
@@ -158,7 +158,7 @@ def _widened(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _fields(part: WeightedSource) -> Fields:
-    """Of a sample that can be read: reading one is the only way to know what a user's own source gives."""
+    """The fields of a sample that can be read: reading one is the only way to know what a user's own source returns."""
     last: BadRecordError | None = None
     for index in range(min(_PROBED, len(part.source))):
         try:
@@ -171,7 +171,7 @@ def _fields(part: WeightedSource) -> Fields:
 
 @SOURCES.register("mixture")
 def open_mixture(config: MixtureConfig, split: Split, seed: int) -> MixtureSource | None:
-    """For evaluation: the parts that keep something for it, one after the other."""
+    """For evaluation: the concatenation of the parts that hold out samples for it."""
     parts = []
     for name, part in config.parts.items():
         try:

@@ -1,6 +1,6 @@
-"""Which source does a job's ``[data]`` table ask for?
+"""Opens the source that a job's ``[data]`` table describes.
 
-Invariant: opening never depends on ranks; every rank opens the same source.
+Invariant: opening never depends on the rank; every rank opens the same source.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def open_source(config: DataConfig, split: Literal["eval"], seed: int) -> DataSo
 
 
 def open_source(config: DataConfig, split: Split, seed: int) -> DataSource | None:
-    """The training or the evaluation part of the data; None where the job keeps nothing for evaluation."""
+    """The training or the evaluation part of the data; None if the job holds out nothing for evaluation."""
     return opener_of(config.name)(config, split, seed)

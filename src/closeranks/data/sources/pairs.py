@@ -1,7 +1,7 @@
-"""What is a recommender's sample without a recommender's data? A user and an item, a click and a rating.
+"""A synthetic source for recommenders: samples of a user and an item, with a click and a rating.
 
-Invariant: a sample is a pure function of its index, bit for bit, alone or in any batch; nothing is stored. Only raw
-bits of the generator are used, since the streams of its distributions may change from one numpy to the next.
+Invariant: a sample is a pure function of its index, bit for bit, alone or in any batch; nothing is stored. Only the raw
+bits of the generator are used, since the streams of its distributions may change between numpy versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RATING_NOISE = 0.1
 
 
 class PairsSource:
-    """Samples ``[first, last)`` of an endless synthetic set."""
+    """Samples ``[first, last)`` of an unbounded synthetic data set."""
 
     def __init__(self, num_features: int, first: int, last: int, identity: str) -> None:
         self.identity = identity
@@ -33,14 +33,15 @@ class PairsSource:
         self._first = first
         self._num_samples = last - first
         taste = _uniform(derive_seed("pairs", "taste"), num_features)
-        # Divided by its own length, so that the score has the same spread for any number of features.
+        # Divided by its own norm, so that the score has the same spread for any number of features.
         self._taste = taste * 3.0 / np.sqrt(np.square(taste).sum())
 
     def __len__(self) -> int:
         return self._num_samples
 
     def read(self, indices: Ints) -> Batch:
-        """A user clicks the better the features meet that both share; the rating is the same score with noise."""
+        """The better the features of user and item match, the likelier is a click; the rating is the same score with
+        noise."""
         width = self._num_features
         drawn = np.stack([_uniform(self._first + int(index), 2 * width + 2) for index in indices])
         user, item, chance, noise = drawn[:, :width], drawn[:, width:-2], drawn[:, -2], drawn[:, -1]
@@ -58,7 +59,7 @@ def _uniform(key: int, count: int) -> Floats:
 
 @SOURCES.register("pairs")
 def open_pairs(config: PairsDataConfig, split: Split, seed: int) -> PairsSource | None:
-    """Evaluation samples lie beyond the training samples, so that ``num_samples`` is what a job trains on."""
+    """Evaluation samples come after the training samples, so that a job trains on ``num_samples``."""
     num_eval = num_held_out(config.num_samples + 1, config.eval_fraction, "pairs")
     if split == "eval" and num_eval == 0:
         return None

@@ -1,8 +1,8 @@
-"""How do stored records become samples: which fields, under which names, as which tensors?
+"""Turns stored records into samples: selects and renames fields and makes tensors of them.
 
-A batch is one read of the store, decoded together, then stacked field by field; or handed to a function of the user's
-own. Invariant: what fields there are is settled when the data is opened, from its first records; a record that differs
-is a ``BadRecordError`` which names the sample, where it lies and what was expected.
+A batch is one read of the store, decoded together, then either stacked field by field or passed to the user's own
+function. Invariant: the fields are fixed when the data is opened, from its first records; a record that differs is a
+``BadRecordError`` which names the sample, its location and what was expected.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from closeranks.data.timing import stage
 
 ReadColumns: TypeAlias = Callable[[Ints, Collection[str]], Mapping[str, npt.NDArray[Any]] | None]
 _PROBED = 8
-"""Records that settle what the fields are."""
+"""Number of records from which the fields are inferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSelection:
-    """What a job wants of each record."""
+    """What a job uses of each record."""
 
     fields: Mapping[str, str]
     """Name in the batch -> name in the record; empty: all."""
@@ -57,14 +57,14 @@ class RecordSelection:
 
 @dataclass(frozen=True, slots=True)
 class InferredFields:
-    """What the first records say of all."""
+    """What the first records determine for all."""
 
     columns: Columns
-    """The tensors of a batch; none where a function makes them."""
+    """The tensors of a batch; empty if the user's function makes them."""
     fields: Mapping[str, str]
-    """What is decoded, as in ``Wish``: where the job names nothing, the fields that tensors are made of."""
+    """The fields to decode, as in ``RecordSelection``; if the job names none, those that become tensors."""
     is_plain: bool = False
-    """Decoding changes nothing, and is left out: it costs more than reading."""
+    """Decoding would change nothing and is skipped: it costs more than reading."""
 
 
 class RecordsSource:
@@ -79,7 +79,7 @@ class RecordsSource:
         self._settled = InferredFields({}, wish.fields) if wish.transform else _settle(store, wish, identity)
         is_stacked = self._settled.is_plain and self._settled.columns.keys() == self._settled.fields.keys()
         self._columns: ReadColumns | None = getattr(store, "columns", None) if is_stacked else None
-        """Of stores that can read fields of many records at once."""
+        """For stores that can read fields of many records at once."""
         if wish.transform:
             _transform(wish.transform)
 
@@ -94,7 +94,7 @@ class RecordsSource:
             return self._transformed(decoded, indices) if self._wish.transform else self._stacked(decoded, indices)
 
     def _together(self, indices: Ints, read: ReadColumns) -> Batch | None:
-        """The whole batch field by field; None where its records are not all what the fields are."""
+        """The whole batch field by field; None if some of its records do not fit the fields."""
         fields = self._settled.fields
         found = read(self._numbers(indices), fields.values())
         if found is None:
@@ -165,7 +165,7 @@ def _transform(path: str) -> Callable[[Sequence[Decoded]], Batch]:
 
 
 def _settle(store: Records, wish: RecordSelection, identity: str) -> InferredFields:
-    """By the first records that can be read."""
+    """From the first records that can be read."""
     records, decoded = _probe(store, wish, identity)
     pairs = list(zip(records, decoded, strict=True))
     names = {name: wish.fields.get(name, name) for values in decoded for name in values}

@@ -1,7 +1,7 @@
-"""Which kinds of data are there, and how much of each is kept for evaluation?
+"""The registry of data kinds, and the number of samples held out for evaluation.
 
 A kind is one file with one function under ``@SOURCES.register(name)``. Invariant: the train and eval parts of one kind
-are disjoint, and follow from the job alone.
+are disjoint, and are determined by the job alone.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from closeranks.core.registry import Registry
 
 Split: TypeAlias = Literal["train", "eval"]
 Opener: TypeAlias = Callable[[Any, Split, int], DataSource | None]
-"""(config, split, seed) -> the source, or None where the job keeps nothing for evaluation."""
+"""(config, split, seed) -> the source, or None if the job holds out nothing for evaluation."""
 
 SOURCES: Registry[Opener] = Registry("data")
 
 
 def opener_of(name: str) -> Opener:
-    """Of a kind of ours, or of the user's own data (``package.module:factory``)."""
+    """The opener of a built-in kind, or of the user's own data (``package.module:factory``)."""
     return SOURCES["user" if ":" in name else name]
 
 
 def num_held_out(num_samples: int, fraction: float, identity: str) -> int:
-    """How many samples are kept for evaluation: none at fraction 0, else at least one, and never all."""
+    """Number of samples held out for evaluation: none at fraction 0, else at least one, and never all."""
     if fraction == 0.0:
         return 0
     if num_samples < 2:

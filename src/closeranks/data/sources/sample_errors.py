@@ -1,6 +1,6 @@
-"""Whose fault is an error of the user's own code while samples are read: the sample's, or the data's as a whole?
+"""Classifies errors of the user's code while samples are read: is one sample bad, or the data as a whole unreadable?
 
-Invariant: only a sample's own fault may be skipped; data that is out of reach never looks like a bad sample.
+Invariant: only the error of a single sample may be skipped; data that cannot be reached never looks like a bad sample.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from closeranks.core.tracebacks import describe_error
 
 
 def sample_error(named: str, error: Exception, fix: str) -> DataError:
-    """What to raise for an error of the user's code; ``named`` says what was being read, and from where."""
+    """The error to raise for an error of the user's code; ``named`` says what was being read, and from where."""
     what = f"{named} raised {describe_error(error)}"
     if _is_out_of_reach(error):
         return DataError(what, "Check that the files it needs are there and can be read.")
@@ -20,7 +20,7 @@ def sample_error(named: str, error: Exception, fix: str) -> DataError:
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Image libraries raise a bare ``OSError`` without a number for a damaged image: that one is the sample's."""
+    """Image libraries raise a bare ``OSError`` without an errno for a damaged image: that one is the sample's."""
     if not isinstance(error, OSError):
         return isinstance(error, MemoryError)
     is_of_image = type(error) is OSError or type(error).__module__.startswith("PIL")

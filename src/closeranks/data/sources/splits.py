@@ -1,6 +1,6 @@
-"""Which files, and which of their samples, make up the training or the evaluation part of stored data?
+"""Selects the files and samples of the training or the evaluation part of stored data.
 
-Invariant: both parts follow from the job and the data alone, and share no sample.
+Invariant: both parts are determined by the job and the data alone, and share no sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StoredConfig: TypeAlias = TokensConfig | RecordsConfig
 
 
 def files_of(config: StoredConfig, split: Split) -> Files | None:
-    """The files a split is read from; None where the job keeps nothing for evaluation."""
+    """The files that a split is read from; None if the job holds out nothing for evaluation."""
     if split == "eval" and not config.eval_path and config.eval_fraction == 0.0:
         return None
     path = config.eval_path if split == "eval" and config.eval_path else config.path
@@ -34,12 +34,12 @@ def index_location(config: StoredConfig) -> IndexLocation:
 
 
 def name_of(config: StoredConfig, files: Files) -> str:
-    """Short, for messages and identities: where the data lies is not what it is."""
+    """A short name for messages and identities; independent of where the data is stored."""
     return f"{config.name} '{PurePosixPath(files.url.rstrip('/')).name or files.url}'"
 
 
 def samples_of(config: StoredConfig, split: Split, num_samples: int, name: str) -> range:
-    """All samples of a split that has files of its own, else the head for training and the tail for evaluation."""
+    """All samples if the split has files of its own; otherwise the head for training and the tail for evaluation."""
     if config.eval_path or config.eval_fraction == 0.0:
         return range(num_samples)
     cut = num_samples - num_held_out(num_samples, config.eval_fraction, name)
@@ -47,11 +47,11 @@ def samples_of(config: StoredConfig, split: Split, num_samples: int, name: str) 
 
 
 def samples_per_block(block: int, per_sample: int) -> int:
-    """Samples that lie together where ``block`` items do; 0 where any order costs the same."""
+    """Samples that are stored together if ``block`` items are; 0 if all orders cost the same."""
     return max(1, block // per_sample) if block else 0
 
 
 def close(store: Records | Tokens, files: Files) -> None:
-    """Let go of what a store keeps open, and of the files."""
+    """Release what a store keeps open, and the files."""
     store.close()
     files.close()

@@ -1,7 +1,7 @@
-"""How does an array that was read become a tensor a model can take?
+"""Converts an array that was read into a tensor for a model.
 
-Invariant: integers keep their values and, where torch can compute with it, their small type; 64-bit floats become
-32-bit, which is what models hold. Nothing read-only leaves here: a batch is its taker's own.
+Invariant: integers keep their values and, where torch can compute with it, their small dtype; 64-bit floats become
+32-bit, as in models. Tensors are never read-only: the caller owns its batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
 
 @cache
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What an array of this type is stored as in a batch; native byte order."""
+    """The dtype that an array of this dtype has in a batch; native byte order."""
     return np.dtype(_WIDENED.get(dtype.name, dtype.newbyteorder("=")))
 
 
 def to_tensor(array: npt.NDArray[Any]) -> Tensor:
-    """Without a copy where the array is writable and of a type torch knows."""
+    """Without a copy if the array is writable and torch has its dtype."""
     array = np.ascontiguousarray(array, dtype=tensor_dtype(array.dtype))
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,4 +1,4 @@
-"""How does text become samples? Bytes are the tokens; a sample is ``seq_len`` of them and the one that follows.
+"""The source of plain text: bytes are the tokens; a sample is ``seq_len`` of them and the one that follows.
 
 Invariant: the same files give the same samples in the same order on every machine; the identity is their content.
 """
@@ -28,14 +28,14 @@ from closeranks.data.sources.registry import SOURCES, Split, num_held_out
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _STDLIB_MAX_BYTES = 8 << 20
-# Tests and code tables are poor text; caches, installed packages and build settings differ from machine to machine.
+# Tests and code tables are poor text; caches, installed packages and build settings differ between machines.
 _SKIPPED_FOLDERS = ("test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "config-")
 _SKIPPED_FILES = ("test", "_sysconfig")
 
 
 @dataclass(frozen=True, slots=True)
 class _TextFile:
-    """A file as it stood when it was listed; a change makes it another one, so that no stale text is served."""
+    """A file as it was when listed; a changed file compares unequal, so that no stale text is served."""
 
     path: str
     num_bytes: int
@@ -43,7 +43,7 @@ class _TextFile:
 
 
 class TextSource:
-    """Samples ``[first, last)`` of a text that lies in memory."""
+    """Samples ``[first, last)`` of a text in memory."""
 
     def __init__(self, text: Bytes, seq_len: int, first: int, last: int, identity: str) -> None:
         self.identity = identity
@@ -111,7 +111,7 @@ def _folder_files(root: Path) -> Iterator[Path]:
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[_TextFile, ...], max_bytes: int | None) -> tuple[Bytes, str]:
-    """The text and its digest. Kept, because the training and the evaluation part are opened one after the other."""
+    """The text and its digest. Cached, because the training and the evaluation part are opened one after the other."""
     parts: list[bytes] = []
     room = max_bytes if max_bytes is not None else sum(file.num_bytes for file in files)
     for file in files:

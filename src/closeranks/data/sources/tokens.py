@@ -1,8 +1,8 @@
-"""How do stored tokens become samples of ``seq_len`` tokens and the one that follows?
+"""Turns stored tokens into samples of ``seq_len`` tokens and the one that follows.
 
-Either as windows over the stream (``stream``), or as whole documents packed into rows that keep them apart
-(``documents``, see ``data.packing``). Invariant: a sample is a pure function of its index, alone or in any batch; a
-batch is one read of the store, whatever its size.
+Either as windows over the stream (``stream``), or as whole documents packed into rows, with document numbers to
+separate them (``documents``, see ``data.packing``). Invariant: a sample is a pure function of its index, alone or in
+any batch; a batch is one read of the store, whatever its size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from closeranks.data.timing import stage
 
 _LOG = logging.getLogger(__name__)
 _PACKING_VERSION = 1
-"""Part of every packed source's identity: a change of the packing is a change of the samples."""
+"""Part of every packed source's identity: changing the packing changes the samples."""
 
 
 class TokenWindows:
@@ -102,7 +102,7 @@ class PackedDocuments:
         if self._files.is_local:
             return
         starts, lengths, _ = self._packing.segments(self._rows(indices))
-        # Both ends of each: a segment may begin in one file and end in the next.
+        # Both ends of each segment: it may begin in one file and end in the next.
         ends = np.stack((starts, starts + lengths - 1), axis=1).reshape(-1)
         self._files.prefetch(self._store.files_of(ends, 1))
 
@@ -110,7 +110,7 @@ class PackedDocuments:
         close(self._store, self._files)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the packing: it lies mapped in memory, and is opened again where it is needed."""
+        """Without the packing: it is memory-mapped, and is opened again where it is needed."""
         return {name: value for name, value in vars(self).items() if name != "_packing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def _shown(split: Split, config: TokensConfig, samples: range) -> str:
 def saved_packing(
     store: Tokens, files: Files, place: IndexLocation, row_tokens: int, format: str, field: str
 ) -> Packing:
-    """The packing of all documents, built once per host and mapped from then on."""
+    """The packing of all documents, built once per host and memory-mapped from then on."""
     block_tokens = default_block_tokens(row_tokens)
     settings: dict[str, str | int] = {
         "packing": _PACKING_VERSION,

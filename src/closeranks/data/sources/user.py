@@ -1,7 +1,7 @@
-"""How does a dataset of the user's own become a source?
+"""Makes a source of the user's own dataset.
 
-Anything with a length and items will do; a collate function makes one batch of a list of samples, as in torch's
-DataLoader. Invariant: a batch is a dict of tensors, whatever a sample looked like; an error in the user's code names
+Anything with a length and items can be used; a collate function makes one batch of a list of samples, as in torch's
+DataLoader. Invariant: a batch is a dict of tensors, whatever form the samples have; an error in the user's code names
 the sample and the line.
 """
 
@@ -31,9 +31,9 @@ _SHAPES_SHOWN = 6
 class MapSource:
     """A map-style dataset: samples that are dicts, pairs ``(x, y)``, or single tensors (bare or ``(x,)``).
 
-    The loader reads it from a background thread, so a sample should follow from its index alone: what a dataset draws
-    from a global random generator does not repeat from run to run. ``collate`` gets the list of a micro-batch's samples
-    and returns a dict of tensors, a pair ``(x, y)`` or one tensor, with a row for each sample.
+    The loader reads it from a background thread, so a sample should depend on its index alone: what a dataset draws
+    from a global random generator is not reproducible from run to run. ``collate`` gets the list of a micro-batch's
+    samples and returns a dict of tensors, a pair ``(x, y)`` or one tensor, with a row for each sample.
     """
 
     def __init__(self, dataset: Any, identity: str = "", collate: Collate | None = None) -> None:
@@ -87,7 +87,7 @@ class MapSource:
 
 
 def shape_mismatch(samples: Sequence[Any]) -> str:
-    """Which field of the samples has which shapes, in words; empty where all are alike."""
+    """Which field of the samples has which shapes, in words; empty if all are equal."""
     for name, values in _fields(samples):
         shapes = list(dict.fromkeys(_shape(value) for value in values))
         if len(shapes) > 1:

@@ -1,7 +1,7 @@
-"""What does a data set hold: how much, how long, how often the same, and of which tokens?
+"""Computes the statistics of a data set: size, lengths, duplicates and vocabulary.
 
 One pass over everything, from front to back. Invariant: memory is bounded, whatever the size of the data set; figures
-that are estimated say so (``DuplicateCounts.is_sample``).
+that are estimated are marked as such (``DuplicateCounts.is_sample``).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _TOKENS_AT_ONCE = 1 << 22
 _DOCUMENTS_AT_ONCE = 1 << 20
 _RECORDS_AT_ONCE = 256
 _KEYS = ("__key__", "__url__")
-"""Names of a record, which are its own even where the content is another's."""
+"""Fields that identify a record; they differ even between records of equal content."""
 
 OnProgress = Callable[[int, int], None]
-"""Told how much is done of how much: tokens or records."""
+"""Called with the number of tokens or records done, and their total."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """What samples of ``seq_len`` would make of the documents."""
+    """How many samples of ``seq_len`` the documents would make."""
 
     seq_len: int
     num_windows: int
-    """Samples of the stream."""
+    """Samples as windows over the stream."""
     num_rows: int
-    """Samples of whole documents."""
+    """Samples of packed whole documents."""
     efficiency: float
     """Share of those rows that is not padding."""
 
@@ -51,9 +51,9 @@ class DatasetStats:
     num_tokens: int
     vocab_size: int
     num_used: int
-    """Token ids that occur."""
+    """Distinct token ids."""
     num_bad: int
-    """Records that could not be read, and are in no other figure."""
+    """Records that could not be read; no other figure includes them."""
     lengths: LengthHistogram
     """Tokens of each document, or bytes of each record."""
     repeats: DuplicateCounts | None
@@ -63,7 +63,7 @@ class DatasetStats:
 def token_stats(
     store: Tokens, *, limit: int, seq_len: int, on_progress: OnProgress, reads_all: bool = True
 ) -> DatasetStats:
-    """``reads_all``: false counts by the index alone: no duplicates, no vocabulary."""
+    """``reads_all``: if false, only the index is read: no duplicates, no vocabulary."""
     lengths, duplicates = LengthHistogram(), DuplicateFinder(limit)
     used = np.zeros(max(store.vocab_size, 1), dtype=np.int64)
     for bounds in _bounds(store.ends):
@@ -88,7 +88,7 @@ def token_stats(
 
 
 def _bounds(ends: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    """Where documents begin and end, so many at a time."""
+    """Where documents begin and end, a bounded number at a time."""
     previous = 0
     for first in range(0, len(ends), _DOCUMENTS_AT_ONCE):
         part = np.asarray(ends[first : first + _DOCUMENTS_AT_ONCE], dtype=np.int64)
@@ -97,7 +97,7 @@ def _bounds(ends: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def _spans(store: Tokens, bounds: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-    """The tokens of some whole documents in a row, and where each begins and ends among them."""
+    """The tokens of some whole documents, concatenated, and the offsets at which each begins and ends."""
     number = 0
     while number < len(bounds) - 1:
         last = int(np.searchsorted(bounds, bounds[number] + _TOKENS_AT_ONCE, side="right")) - 1
@@ -145,8 +145,8 @@ def record_stats(store: Records, *, limit: int, on_progress: OnProgress) -> Data
 
 
 def content_of(record: Record) -> bytes:
-    """All that a record says, without its own name; equal records have equal contents. A field's name and size stand
-    before it, so that no two records run into the same bytes."""
+    """The content of a record without the fields that identify it; equal records have equal contents. Each field is
+    preceded by its name and size, so that different records never yield the same bytes."""
     parts = []
     for name in sorted(set(record) - set(_KEYS)):
         value = value_bytes(record[name])

@@ -1,8 +1,8 @@
-"""How many documents occur more than once, to the byte?
+"""Counts the documents that occur more than once, byte for byte.
 
-Told by a BLAKE3 digest of 128 bits. Invariant: memory is bounded: when more digests than ``limit`` have come, only
-those in a part of the digests' range are kept, a half at a time; equal documents have equal digests, so what is kept is
-an even sample of contents in which every copy of each is counted.
+Documents are compared by a 128-bit BLAKE3 digest. Invariant: memory is bounded: whenever there are more digests than
+``limit``, the range of digests that are kept is halved. Equal documents have equal digests, so what is kept is a
+uniform sample of distinct contents in which every copy of each is counted.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from blake3 import blake3
 DIGEST_BYTES = 16
 _KEY = np.dtype([("high", ">u8"), ("low", ">u8")])
 LIMIT = 8 << 20
-"""Digests kept: 128 MiB of them."""
+"""Maximum number of digests kept: 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateCounts:
-    """What was found among the documents that were looked at."""
+    """What was found among the documents that were added."""
 
     num_seen: int
     num_kept: int
-    """Of those, how many are in the sample."""
+    """How many of those are in the sample."""
     num_repeated: int
-    """Copies in the sample beyond the first of each."""
+    """Copies in the sample beyond the first of each content."""
     most: int
     """Copies of the most frequent content in the sample."""
     first_copies: tuple[int, ...]
-    """Numbers of a few documents that equal an earlier one."""
+    """Numbers of some documents that equal an earlier one."""
 
     @property
     def share(self) -> float:
@@ -43,12 +43,12 @@ class DuplicateCounts:
 
 
 class DuplicateFinder:
-    """Call ``add`` for every document, in order; then ``repeats``."""
+    """Call ``add`` for every document, in order; then ``counts``."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = max(2, limit)
         self._shift = 0
-        """Digests are kept whose first so many bits are 0."""
+        """A digest is kept if this many of its leading bits are 0."""
         self._seen = 0
         self._kept: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []

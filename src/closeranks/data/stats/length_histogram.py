@@ -1,7 +1,7 @@
-"""How long are the documents or records of a data set?
+"""A histogram of the lengths of documents or records.
 
-Counted, not kept: exactly up to 65,535 and in steps of about one percent beyond. Invariant: memory does not grow with
-what is counted, so that a histogram of billions costs what one of thousands does.
+Lengths are counted, not stored: exactly up to 65,535, and in steps of about one percent beyond. Invariant: memory does
+not grow with the number of lengths, so that a histogram of billions costs as much as one of thousands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OCTAVES = 47
 
 
 def _bins(lengths: npt.NDArray[Any]) -> Ints:
-    """The bin of each length: itself while it is small, then so many per doubling."""
+    """The bin of each length: one bin per length while lengths are small, then a fixed number of bins per doubling."""
     lengths = np.asarray(lengths, dtype=np.int64)
     with np.errstate(divide="ignore"):
         octaves = np.floor(np.log2(np.maximum(lengths, _EXACT) / _EXACT) * _PER_OCTAVE).astype(np.int64)
@@ -28,13 +28,13 @@ def _bins(lengths: npt.NDArray[Any]) -> Ints:
 
 
 def _middle(number: int) -> float:
-    """A length that stands for a bin."""
+    """A length that represents a bin."""
     return float(number) if number < _EXACT else _EXACT * 2 ** ((number - _EXACT + 0.5) / _PER_OCTAVE)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Lengths ``[first, last)``, and how many have one."""
+    """Lengths ``[first, last)``, and how many items have one."""
 
     first: int
     last: int

@@ -1,7 +1,7 @@
-"""How are records read when some of them may be bad?
+"""Reads records of which some may be bad.
 
-Invariant: every record that can be read is; one that cannot is named by its reason. Whatever is not a record's own
-fault is raised.
+Invariant: every readable record is returned, and every bad one is reported with its reason. Errors that are not those
+of a single record are raised.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from closeranks.data.dataset_protocol import Record, Records
 
 
 def read_with_errors(store: Records, first: int, last: int) -> Iterator[tuple[Record | None, str]]:
-    """Each record, or why it cannot be read. All at once; where one is bad, one by one, so that the others are read."""
+    """Each record, or why it cannot be read. Reads all at once; if one is bad, one by one, so that the others are
+    read."""
     try:
         yield from [(record, "") for record in store.read(np.arange(first, last, dtype=np.int64))]
         return

@@ -1,7 +1,7 @@
-"""How is a compressed shard of MosaicML's MDS read?
+"""Reads compressed shards of MosaicML's MDS.
 
-Unpacked on its own, beside an index that names it alone, for as long as it is read. Invariant: never more than one
-shard of a process lies unpacked.
+A shard is decompressed into a folder of its own, with an index that lists it alone, for as long as it is read.
+Invariant: each process keeps at most one decompressed shard.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_compressed_mds(files: Files, name: str) -> Iterator[Records]:
 
 
 def _entry(files: Files, name: str) -> dict[str, Any]:
-    """What the index beside a shard says of it."""
+    """The entry of a shard in the index beside it."""
     index = str(PurePosixPath(name).parent / _INDEX)
     try:
         entries = json.loads(files.read(index))["shards"]

@@ -1,7 +1,7 @@
-"""How is a file read that may be compressed?
+"""Reads files that may be compressed.
 
-Invariant: what is read is the content, whole, or an error that names the file and where it broke; ``tell_bytes`` says
-how far the file on the disk has been used up, which is what progress is measured by.
+Invariant: a read returns the complete content, or raises an error that names the file and where it is damaged;
+``tell_bytes`` returns how much of the file on disk has been consumed, by which progress is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from closeranks.core.system.regular_file import open_binary
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz"}
 RATIO = 4
-"""Compressed text is about a quarter of its content; plans need no more than that."""
+"""Compressed text is about a quarter of its content; the plan needs no better estimate."""
 _CHUNK = 1 << 20
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 
@@ -32,7 +32,7 @@ def compression_of(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """``part.jsonl.gz`` is a ``part.jsonl``."""
+    """The name without the compression's suffix: ``part.jsonl`` for ``part.jsonl.gz``."""
     return name[: -len(Path(name).suffix)] if compression_of(name) else name
 
 
@@ -47,7 +47,7 @@ class DecompressedStream:
 
 @contextmanager
 def open_stream(path: Path, shown: str, compression: str) -> Iterator[DecompressedStream]:
-    """Its content from the beginning. ``shown``: the name that a person knows it by."""
+    """Its content from the beginning. ``shown``: the name that the user knows it by."""
     try:
         raw = open_binary(path, buffering=_CHUNK)
     except OSError as error:
@@ -58,7 +58,7 @@ def open_stream(path: Path, shown: str, compression: str) -> Iterator[Decompress
         except _DAMAGE as error:
             raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it again, or leave it out.") from error
         except OSError as error:
-            if compression != "bz2" or error.errno is not None:  # how bz2 says that it is damaged
+            if compression != "bz2" or error.errno is not None:  # bz2 reports damage by such an error
                 raise
             raise DataError(f"'{shown}' is damaged: {_reason(error)}", "Fetch it again, or leave it out.") from error
 
@@ -80,7 +80,7 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """zstandard's own reader takes a file that stops in the middle of a frame for its end; this one does not."""
+    """zstandard's own reader takes a file that is truncated inside a frame for complete; this one does not."""
 
     def __init__(self, raw: BinaryIO) -> None:
         try:
@@ -107,7 +107,7 @@ class _Zstandard(io.RawIOBase):
         return count
 
     def _fill(self) -> bool:
-        """The next piece of content; false at the end of the last frame."""
+        """Decompress the next piece; false at the end of the last frame."""
         left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
         data = left or self._raw.read(_CHUNK)
         if not data:

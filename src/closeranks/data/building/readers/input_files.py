@@ -1,7 +1,8 @@
-"""Which files does a person mean by the inputs of a build, and what are they?
+"""Finds the input files of a build and their formats.
 
-A file is what its name says; a folder is what most of its bytes are, and what is left out is told. Invariant: the list
-is the same on every machine and at every start, sorted by name within each input as it was given.
+The format of a file follows from its name; that of a folder is the one with the most bytes, and files of other formats
+are reported. Invariant: the list is the same on every machine and in every run: in the order of the inputs given,
+sorted by name within each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from closeranks.data.files.protocol import FileInfo, Files
 
 TEXT, JSONL, TAR, PACKED_MDS, IMAGES = "text", "jsonl", "tar", "mds, compressed", "images"
 STORED = ("shards", "parquet", "arrow", "mds", "megatron", "webdataset", IMAGES, "numpy", "tfrecord")
-"""Formats that are read where they lie, by number of record."""
+"""Formats that are read in place, by record number."""
 KINDS = (TEXT, JSONL, TAR, PACKED_MDS, *STORED)
 
 _ENDINGS = {
@@ -43,7 +44,7 @@ _ENDINGS = {
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
 }
 _PART = re.compile(r"-\d+-of-\d+$")
-"""``train.tfrecord-00000-of-00008`` is a ``train.tfrecord``."""
+"""``train.tfrecord-00000-of-00008`` counts as ``train.tfrecord``."""
 _TARS = {
     **{f".tar{suffix}": compression for suffix, compression in COMPRESSIONS.items()},
     ".tgz": "gz",
@@ -75,10 +76,10 @@ _NEVER_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class BuildInput:
-    """One file, or (``name`` is empty) all files of a folder that a format reads as one."""
+    """One file, or (if ``name`` is empty) all files of a folder that a format reads as one."""
 
     root: int
-    """Which of the places given holds it."""
+    """Index of the given input folder that contains it."""
     name: str
     kind: str
     num_bytes: int
@@ -91,21 +92,22 @@ class BuildInput:
 
     @property
     def content_bytes(self) -> int:
-        """About how many bytes it holds when it is not compressed."""
+        """Estimated bytes of its uncompressed content."""
         return self.num_bytes * (RATIO if self.compression else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundInputs:
-    """What lies at one of the places given."""
+    """The inputs found in one of the given folders."""
 
     inputs: tuple[BuildInput, ...]
     left_out: tuple[str, ...] = ()
-    """Names of files that are something else."""
+    """Names of files of other formats."""
 
 
 def kind_of(name: str, siblings: frozenset[str] = frozenset()) -> str:
-    """What a file is by its name; empty for what no build reads. ``siblings``: all names beside it."""
+    """The kind of a file by its name; empty for files that no build reads. ``siblings``: all names in the same
+    folder."""
     lower = name.lower()
     if lower.endswith(tuple(_TARS)):
         return TAR
@@ -122,7 +124,7 @@ def kind_of(name: str, siblings: frozenset[str] = frozenset()) -> str:
 
 
 def classify_inputs(infos: Sequence[FileInfo], root: int, is_folder: bool, wanted: str = "") -> FoundInputs:
-    """The inputs among the files of one place. ``wanted``: a kind that was asked for, whatever names say."""
+    """The inputs among the files of one folder. ``wanted``: a kind that was requested, whatever the names say."""
     names = frozenset(info.name for info in infos)
     kinds = {info.name: kind_of(info.name, names) for info in infos}
     chosen = wanted or (_heaviest(infos, kinds) if is_folder else kinds[infos[0].name] or TEXT)
@@ -138,18 +140,18 @@ def classify_inputs(infos: Sequence[FileInfo], root: int, is_folder: bool, wante
 
 
 def _heaviest(infos: Iterable[FileInfo], kinds: dict[str, str]) -> str:
-    """What most of the bytes are; of equals, the one whose name comes first in ``KINDS``."""
+    """The kind with the most bytes; among equals, the one that comes first in ``KINDS``."""
     weights: Counter[str] = Counter()
     for info in infos:
         weights[kinds[info.name]] += info.num_bytes + 1  # empty files count, too
     weights.pop("", None)
-    if weights[PACKED_MDS]:  # its index says nothing without them
+    if weights[PACKED_MDS]:  # its index is useless without them
         weights.pop("mds", None)
     return max(KINDS, key=lambda kind: weights[kind]) if weights else TEXT
 
 
 def find_inputs(places: Sequence[Files], given: Sequence[str], wanted: str = "") -> list[FoundInputs]:
-    """What lies at each place; nothing at all, or nothing that can be read, is a mistake in the place."""
+    """The inputs in each folder; an error if there is nothing, or nothing readable."""
     if wanted and wanted not in KINDS:
         raise DataError(f"there is no format '{wanted}'", did_you_mean(wanted, KINDS))
     found = []

@@ -1,8 +1,8 @@
-"""What are the documents or records of a range of an input, one after the other?
+"""Reads the documents or records in a range of an input, in order.
 
-Invariant: the ranges of an input, read in any way and put in a row, are the input: a line belongs to the range in which
-it begins. What cannot be used is not an error here but an ``Item`` with a reason: whether it stops the build is the
-person's choice. Any other failure (a missing file, a broken archive) raises.
+Invariant: the ranges of an input, concatenated, are the whole input, however it was cut: a line belongs to the range in
+which it begins. An unusable record is not an error here but an ``InputItem`` with a reason: the user chooses whether it
+stops the build. Any other failure (a missing file, a broken archive) raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXT_FIELDS = ("text", "content", "txt")
 
 
 class InputItem(NamedTuple):
-    """A document's text in UTF-8, or a record; or why there is none."""
+    """A document's text in UTF-8, or a record; or the reason why there is none."""
 
     value: Any
     file: str
@@ -42,19 +42,19 @@ class InputItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputReadOptions:
-    """What is made of the inputs' records."""
+    """What to read from the records of the inputs."""
 
     kind: str
     """``tokens``: texts. ``records``: all fields, as they are."""
     field: str
-    """Which field holds the text; empty: the first there is of ``text``, ``content`` and ``txt``."""
+    """Which field holds the text; empty: the first that exists of ``text``, ``content`` and ``txt``."""
     split: str
     """For text files: a document is a ``file`` or a ``line``."""
     needs_utf8: bool
 
 
 OnBytes = Callable[[int], None]
-"""Told how many bytes of the input file have been used up since it was last told."""
+"""Called with the number of bytes of the input file consumed since the last call."""
 
 
 def read_range(
@@ -65,7 +65,7 @@ def read_range(
     store: Callable[[], Records],
     on_bytes: OnBytes,
 ) -> Iterator[InputItem]:
-    """``store`` opens the records of a format that is read where it lies."""
+    """``store`` opens the records of a format that is read in place."""
     if given.kind == TEXT:
         yield from _shaped_texts(_texts(given, files, span, wish.split, on_bytes), wish)
         return
@@ -98,14 +98,14 @@ def _texts(given: BuildInput, files: Files, span: InputRange, split: str, on_byt
 
 
 def _mapped(content: BinaryIO) -> mmap.mmap:
-    """A large text as bytes that take no memory."""
+    """A large text, memory-mapped, so that it takes no memory."""
     return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _lines(
     path: Path, shown: str, compression: str, span: InputRange, on_bytes: OnBytes
 ) -> Iterator[tuple[bytes, int]]:
-    """The lines that begin within the span, each with its end and its offset; of a compressed file, all of them."""
+    """The lines that begin in the span, each with its newline and its offset; for a compressed file, all lines."""
     with open_stream(path, shown, compression) as stream:
         if compression:
             last_told = offset = 0
@@ -124,7 +124,7 @@ def _lines(
 
 
 def _line_start(content: BinaryIO, first: int) -> int:
-    """Where the first line begins that begins at ``first`` or behind it."""
+    """The start of the first line that begins at ``first`` or after it."""
     if first == 0:
         return 0
     content.seek(first - 1)
@@ -180,7 +180,7 @@ def _stored(
 
 
 def _images(items: Iterator[InputItem], records: Records, span: InputRange) -> Iterator[InputItem]:
-    """A file that is called an image and is none is better met now than by every run: a look at its header."""
+    """Checks the header of each image: a file that is not an image is better reported now than in every run."""
     for index, item in enumerate(items, span.first):
         reason = "" if item.reason else image_error(item.value["image"], in_full=False)
         if reason:

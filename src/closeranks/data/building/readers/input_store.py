@@ -1,6 +1,6 @@
-"""How does a build read formats that are read where they lie?
+"""Opens input formats that a build reads in place.
 
-Invariant: their indexes, where they need one, go into a folder of the build's own: inputs are left as they are.
+Invariant: their indexes, where they need one, are written to a folder of the build: input folders are not modified.
 """
 
 from __future__ import annotations

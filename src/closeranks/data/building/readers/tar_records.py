@@ -1,8 +1,8 @@
-"""Which records does a compressed tar hold, read from front to back?
+"""Reads the records of a compressed tar file sequentially.
 
-By WebDataset's rule, as ``formats.webdataset`` reads those that are not compressed: neighbouring members whose names
-agree up to the first dot of the last part are one record, and what follows the dot names the field. Invariant: nothing
-is unpacked to the disk and nothing is unpickled; values are the members' bytes.
+By WebDataset's rule, as ``formats.records.webdataset`` reads uncompressed ones: consecutive members whose names agree
+up to the first dot of the last path component are one record, and the part after the dot names the field. Invariant:
+nothing is extracted to disk and nothing is unpickled; values are the members' bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TarRecord:
     """One record."""
 
     offset: int
-    """Of its first header, in the tar as it is without compression."""
+    """Offset of its first header in the uncompressed tar."""
     record: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     """Why it cannot be used."""

@@ -1,9 +1,9 @@
-"""How are tokens read from the ``.bin``/``.idx`` pairs that Megatron writes?
+"""Reads tokens from Megatron's ``.bin``/``.idx`` pairs.
 
-``x.bin`` is nothing but token ids in a row; ``x.idx`` says their type, how long each sequence is and which sequences
-make up a document. The pairs of a folder follow one another by name. Invariants: a pair is used only if its index is
-sound in every entry and agrees with the size of its ``.bin`` (checked once, when the index is saved); all have one
-type. The format has no checksums: a flipped bit in ``.bin`` is another token.
+``x.bin`` contains only token ids; ``x.idx`` has their dtype, the length of each sequence and which sequences make up a
+document. The pairs of a folder are concatenated in the order of their names. Invariants: a pair is used only if its
+index is sound in every entry and agrees with the size of its ``.bin`` (checked once, when the index is saved); all have
+the same dtype. The format has no checksums: a flipped bit in ``.bin`` goes unnoticed, as another token.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from closeranks.data.formats.record_index.saved_index import Arrays, IndexLocati
 NAME = "megatron"
 
 _HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, code of the type, number of sequences, number of document boundaries."""
+"""Magic, version, dtype code, number of sequences, number of document boundaries."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CHUNK = 1 << 20
-"""Sequences checked at a time, which bounds the memory that checking takes."""
+"""Number of sequences checked at a time, which bounds the memory that checking takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What one ``.idx`` says, found sound."""
+    """The contents of one ``.idx``, found sound."""
 
     code: int
     num_tokens: int
@@ -134,7 +134,7 @@ def _pairs(files: Files) -> list[_Pair]:
 
 
 def _build(files: Files, pairs: Sequence[_Pair], progress: Progress) -> Arrays:
-    """Reads every ``.idx`` whole, no ``.bin``."""
+    """Reads every ``.idx`` whole, but no ``.bin``."""
     maps, checked, done = MappedFiles(files, limit=1), [], 0
     total = sum(pair.index.num_bytes for pair in pairs)
     for pair in pairs:
@@ -179,7 +179,7 @@ def _check(raw: npt.NDArray[np.uint8], pair: _Pair, files: Files) -> _Checked:
 
 
 def _header(raw: npt.NDArray[np.uint8], name: str) -> tuple[int, int, int]:
-    """Code of the type, number of sequences, number of document boundaries."""
+    """Dtype code, number of sequences, number of document boundaries."""
     if len(raw) < _HEADER.size:
         _unsound(name, f"it has only {len(raw)} bytes")
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack_from(raw.data)
@@ -203,7 +203,7 @@ def _header(raw: npt.NDArray[np.uint8], name: str) -> tuple[int, int, int]:
 
 
 def _check_sequences(lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], itemsize: int, name: str) -> int:
-    """The number of tokens. Sequences must follow one another without gaps."""
+    """The number of tokens. Sequences must follow each other without gaps."""
     total = 0
     for at in range(0, len(lengths), _CHUNK):
         part = lengths[at : at + _CHUNK].astype(np.int64)
@@ -224,7 +224,7 @@ def _check_sequences(lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.in
 def _document_ends(
     bounds: npt.NDArray[np.int64], pointers: npt.NDArray[np.int64], num_tokens: int, itemsize: int, name: str
 ) -> npt.NDArray[np.int64]:
-    """In tokens. Sequences after the last boundary, which nobody closed, make up a document of their own."""
+    """In tokens. Sequences after the last boundary form a document of their own."""
     num_sequences = len(pointers)
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] > num_sequences or (np.diff(bounds) < 0).any():
         _unsound(name, f"its documents do not ascend from 0 to {num_sequences}")

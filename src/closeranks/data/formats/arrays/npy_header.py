@@ -1,8 +1,8 @@
-"""What do ``.npy`` files hold, and where do their numbers begin?
+"""Reads the headers of ``.npy`` files: dtype, shape and where the values begin.
 
-The headers are saved once, so that opening many files, or files that lie far away, looks at none of them again.
-Invariant: a header that is accepted belongs to numbers or text that are all there: arrays of objects are refused (they
-would be unpickled), and so is a file that is shorter than its shape says.
+The headers are saved once, so that opening many files, or remote files, need not read them again. Invariant: an
+accepted header belongs to numbers or text that are completely there: arrays of objects are refused (they would be
+unpickled), and so is a file that is shorter than its shape says.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class NpyHeader:
     shape: tuple[int, ...]
     is_fortran: bool
     start: int
-    """The byte at which the numbers begin."""
+    """The byte at which the values begin."""
 
     @property
     def num_rows(self) -> int:
         return self.shape[0]
 
     def array(self, view: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """The whole array, without a copy, over the file's bytes."""
+        """The whole array, as a view of the file's bytes."""
         return np.ndarray(self.shape, self.dtype, view.data, self.start, order="F" if self.is_fortran else "C")
 
 
@@ -51,7 +51,8 @@ class NpyHeader:
 class NpyHeaders:
     files: Sequence[NpyHeader]
     identity: str
-    """Of names, types, shapes and a few bytes from both ends of each file, which different arrays rarely share."""
+    """From names, dtypes, shapes and a few bytes from both ends of each file, which different arrays rarely
+    share."""
 
 
 def saved_headers(files: Files, infos: Sequence[FileInfo], place: IndexLocation) -> NpyHeaders:
@@ -79,7 +80,7 @@ def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Array
 
 
 def read_header(files: Files, name: str, view: npt.NDArray[np.uint8]) -> NpyHeader:
-    """``view``: the file's bytes. ``DataError`` in one sentence for anything that cannot be read in place."""
+    """``view``: the file's bytes. ``DataError`` in one sentence for files that cannot be read in place."""
     full_name = files.full_name(name)
     head = io.BytesIO(view[:_HEAD_BYTES].tobytes())
     try:

@@ -1,9 +1,9 @@
-"""How are NumPy arrays in ``.npy`` files read as records?
+"""Reads NumPy arrays in ``.npy`` files as records.
 
 The name of a file without its number is a field: ``x.npy`` and ``y.npy`` are the fields ``x`` and ``y`` of as many
 records as they have rows; ``x-00000.npy``, ``x-00001.npy`` ... are one field in pieces. Invariants: all fields have the
-same number of rows, the pieces of one the same type and row shape; nothing is copied but the rows asked for. The format
-has no checksums. ``numpy_tokens`` reads the same files as tokens.
+same number of rows, and the pieces of a field the same dtype and row shape; only the requested rows are copied. The
+format has no checksums. ``numpy_tokens`` reads the same files as tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_tokens(files: Files, index: IndexLocation, field: str = "") -> Tokens:
 
 
 class NumpyColumn:
-    """One field: its files as one array, row after row."""
+    """One field: its files as one array, concatenated by rows."""
 
     def __init__(self, files: Files, field: str, pieces: Sequence[NpyHeader]) -> None:
         self.field = field
@@ -77,7 +77,7 @@ class NumpyColumn:
 
 
 class NumpyRecords:
-    """Row i of every field is record i; a row of a one-dimensional array is an array without dims, or text."""
+    """Row i of every field is record i; a row of a one-dimensional array is a zero-dimensional array, or text."""
 
     def __init__(self, files: Files, place: IndexLocation) -> None:
         self._files, self._place = files, place
@@ -122,7 +122,7 @@ class NumpyColumns(NamedTuple):
 
 
 def columns_of(files: Files, place: IndexLocation) -> NumpyColumns:
-    """The ends of documents, which only tokens have, are no field."""
+    """Files with the ends of documents, which only tokens have, are not fields."""
     for info in files.list():
         if info.name.lower().endswith(PACKED):
             raise DataError(
@@ -145,14 +145,14 @@ def columns_of(files: Files, place: IndexLocation) -> NumpyColumns:
 
 
 def _field_of(name: str) -> tuple[str, int]:
-    """The field and the number of the piece: pieces without leading zeros are in order of their numbers, too."""
+    """The field and the number of the piece; pieces are in numerical order, also without leading zeros."""
     stem = PurePosixPath(name).name[: -len(SUFFIXES[0])]
     match = _NUMBERED.fullmatch(stem)
     return (match[1] or "data", int(match[2])) if match else (stem, 0)
 
 
 def _values(rows: npt.NDArray[Any]) -> list[Any]:
-    """Text becomes ``str`` or ``bytes``; a number stays an array, without dims, and so keeps its type."""
+    """Text becomes ``str`` or ``bytes``; a number stays a zero-dimensional array, and so keeps its dtype."""
     if rows.ndim > 1:
         return [*rows]
     return rows.tolist() if rows.dtype.kind in "SU" else [rows[number, ...] for number in range(len(rows))]

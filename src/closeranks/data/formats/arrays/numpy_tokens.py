@@ -1,9 +1,9 @@
-"""How are NumPy arrays in ``.npy`` files read as tokens?
+"""Reads NumPy arrays in ``.npy`` files as tokens.
 
-A one-dimensional array of integers is a stream; ``x.ends.npy`` beside ``x.npy`` may say where each of its documents
-ends, else the file is one document. In a two-dimensional array each row is a document. Several files follow one another
-in the order of their numbers. Invariant: ends ascend and the last is the number of tokens, checked once when they are
-saved.
+A one-dimensional array of integers is a stream; ``x.ends.npy`` beside ``x.npy`` may give the ends of its documents;
+without it the file is one document. In a two-dimensional array each row is a document. Several files are concatenated
+in the order of their numbers. Invariant: ends are ascending and the last is the number of tokens, checked once when
+they are saved.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class NumpyTokens:
         self._maps.close()
 
     def _saved_ends(self) -> tuple[Ints, str]:
-        """And what names them."""
+        """The ends of all documents, and a string that identifies them."""
         if not self._with_ends and all(len(piece.shape) == 1 for piece in self._pieces):
             return self._rows.firsts[1:], "files"
         names = {*self._rows.names, *self._with_ends}
@@ -93,7 +93,7 @@ class NumpyTokens:
         return {"ends": np.concatenate(found)}
 
     def _ends_of(self, piece: NpyHeader) -> Ints:
-        """Counted from the piece's own begin."""
+        """Relative to the start of the piece."""
         num_tokens = int(np.prod(piece.shape))
         name = _ends_name(piece)
         if len(piece.shape) == 2:

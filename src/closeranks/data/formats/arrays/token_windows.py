@@ -1,6 +1,6 @@
-"""How is a window of tokens read from a stream that lies in several files?
+"""Reads windows of tokens from a stream that is stored in several files.
 
-Invariant: windows may begin anywhere and cross from file to file; each is copied once, into the row that was asked for.
+Invariant: windows may begin anywhere and span several files; each is copied once, into its row of the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.data.formats.spans import spans
 
 
 class TokenWindowReader:
-    """``stream`` gives all tokens of the n-th file, contiguous, as many as ``rows`` counts in it."""
+    """``stream`` returns all tokens of the n-th file, contiguous, as many as ``rows`` counts for it."""
 
     def __init__(self, rows: FileRows, dtype: np.dtype[Any], stream: Callable[[int], npt.NDArray[Any]]) -> None:
         self._rows, self._dtype, self._stream = rows, dtype, stream
@@ -40,7 +40,7 @@ class TokenWindowReader:
         return tokens
 
     def files_of(self, starts: Ints, length: int) -> list[str]:
-        """In the order first needed, without repeats."""
+        """In the order first needed, without duplicates."""
         starts = self._rows.check_bounds(starts)
         first = self._rows.files_at(starts).tolist()
         last = self._rows.files_at(self._rows.check_bounds(starts + max(length - 1, 0))).tolist()
@@ -48,7 +48,7 @@ class TokenWindowReader:
         return [self._rows.names[file] for file in touched]
 
     def _all_of(self, file: int, length: int) -> npt.NDArray[Any]:
-        """Every window of a file as a row of one overlapping view: picking rows of it copies each in one go."""
+        """All windows of a file as rows of one overlapping view: selecting rows of it copies each in one operation."""
         tokens, step = self._stream(file), self._dtype.itemsize
         return np.ndarray((max(len(tokens) - length + 1, 0), length), self._dtype, tokens.data, 0, (step, step))
 

@@ -1,9 +1,9 @@
-"""Which Arrow files of a folder are the dataset, and in which order?
+"""Finds the Arrow files of a dataset in a folder, and their order.
 
-Either those that Hugging Face's ``state.json`` names (``save_to_disk``), with the mapping of rows and the columns that
-it may carry, or all files of Arrow's names. Invariant: where several datasets lie in one folder (the splits of a
-``DatasetDict``, or of a cache) none is read: their names are given to choose from. Needs no pyarrow until records are
-opened, and never ``datasets``.
+Either those that Hugging Face's ``state.json`` lists (``save_to_disk``), with the row mapping and the columns that it
+may specify, or all files with Arrow's suffixes. Invariant: if a folder contains several datasets (the splits of a
+``DatasetDict``, or of a cache) none is read: the error lists their names to choose from. Needs no pyarrow until records
+are opened, and never ``datasets``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NAME = "arrow"
 SUFFIXES = (".arrow", ".arrows", ".feather", ".ipc")
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _MAPPING = "indices.arrow"
-"""Where old versions of ``datasets`` put the order of the rows of a shuffled or selected set."""
+"""Where old versions of ``datasets`` put the row order of a shuffled or selected dataset."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowFiles:
-    """What is to be read."""
+    """The files to read."""
 
     data: tuple[FileInfo, ...]
     mapping: tuple[FileInfo, ...] = ()
-    """Files whose one column says which row of the data each record is. None: as they lie."""
+    """Files whose single column gives the row of the data for each record. None: stored order."""
     columns: tuple[str, ...] = ()
-    """None: all."""
+    """None: all columns."""
 
 
 def is_format(infos: Sequence[FileInfo], files: Files) -> bool:

@@ -1,9 +1,9 @@
-"""Where do the record batches of an Arrow file lie, and how is one read without the others?
+"""Finds the record batches of an Arrow file, and reads one without the others.
 
-A stream is messages in a row: the schema, then batches, then a mark of the end; a file of the other kind is the same
-between ``ARROW1`` and a footer. Reading a batch needs its message alone and copies nothing (unless it is compressed),
-so that memory does not grow with the number of batches, as it does in readers that keep them all. Invariant: a file is
-walked to its very end, and one that was cut off, or goes on behind its end, is refused.
+A stream is a sequence of messages: the schema, then batches, then an end-of-stream marker; the file format is the same
+between ``ARROW1`` and a footer. Reading a batch needs only its message and copies nothing (unless it is compressed), so
+that memory does not grow with the number of batches, as it does in readers that keep them all. Invariant: a file is
+scanned to its very end; one that is truncated, or continues after its end, is refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ArrowBatch:
     """A record batch as its message describes it."""
 
     offset: int
-    """In the file, of its message."""
+    """The position of its message in the file."""
     num_bytes: int
     num_rows: int
     is_compressed: bool
     crc: int
-    """Of its description and of the first and last bytes of its body: names the content without reading it all."""
+    """Of its metadata and of the first and last bytes of its body: identifies the content without reading it all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class ArrowScan:
     schema: Any
     batches: list[ArrowBatch]
     has_dictionaries: bool
-    """Batches that point into dictionaries cannot be read alone."""
+    """Batches that refer to dictionaries cannot be read alone."""
 
 
 def scan(view: npt.NDArray[np.uint8]) -> ArrowScan:
-    """Walk a file; reads the descriptions and no data. ``NotArrow``, or what Arrow raises of bytes without sense."""
+    """Scan a file; reads the metadata and no data. Raises ``NotArrow``, or what Arrow raises for malformed bytes."""
     begin, end = _extent(view)
     source = pa.BufferReader(pa.py_buffer(view[begin:end]))
     messages = pa.ipc.MessageReader.open_stream(source)
@@ -76,7 +76,7 @@ def scan(view: npt.NDArray[np.uint8]) -> ArrowScan:
 
 
 def _check_end(view: npt.NDArray[np.uint8], last: int, reached: int, *, has_footer: bool) -> None:
-    """Behind the last batch stands the mark of the end and nothing else. With a footer some writers leave it out."""
+    """After the last batch there is an end-of-stream marker and nothing else. With a footer, some writers omit it."""
     if reached != len(view):
         raise NotArrow(f"it has data after its end at byte {reached}")
     if view[last:reached].tobytes() != _END and not (has_footer and last == reached):
@@ -130,8 +130,9 @@ def _batch(message: Any, offset: int, num_bytes: int) -> ArrowBatch:
 
 
 def _describe(message: memoryview) -> tuple[int, bool]:
-    """Rows, and whether the body is compressed, from the message's flatbuffer (which Arrow has verified): pyarrow tells
-    neither without decoding the batch. Message: field 2 is the header; RecordBatch: 0 is the length, 3 compression."""
+    """Number of rows, and whether the body is compressed, from the message's flatbuffer (which Arrow has verified):
+    pyarrow returns neither without decoding the batch. Message: field 2 is the header; RecordBatch: 0 is the length, 3
+    compression."""
     root = struct.unpack_from("<I", message, 0)[0]
     at = _field(message, root, 2)
     batch = at + struct.unpack_from("<I", message, at)[0]
@@ -141,7 +142,7 @@ def _describe(message: memoryview) -> tuple[int, bool]:
 
 
 def _field(data: memoryview, table: int, slot: int) -> int:
-    """Where a field of a flatbuffer's table lies; 0 where it is left out."""
+    """The position of a field in a flatbuffer's table; 0 if it is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     num_bytes = struct.unpack_from("<H", data, vtable)[0]
     place = 4 + 2 * slot

@@ -1,9 +1,9 @@
-"""How are rows of Arrow files read by number?
+"""Reads rows of Arrow files by number.
 
-The index says where each record batch lies and how many rows it has; a batch is read from the mapped file when a row of
-it is asked for, which takes microseconds and copies nothing unless it is compressed. Invariants: all files have one set
-of columns; every offset is checked before it is followed, since the format has no checksums; memory does not grow
-with the number of batches (but for files with dictionaries, whose batches are read together).
+The index holds the position and number of rows of each record batch; a batch is read from the mapped file when one of
+its rows is requested, which takes microseconds and copies nothing unless it is compressed. Invariants: all files have
+the same columns; every offset is checked before it is followed, since the format has no checksums; memory does not grow
+with the number of batches (except for files with dictionaries, whose batches are read together).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from closeranks.data.formats.spans import ContainerSpan, spans
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
-"""Decompressed batches kept."""
+"""Limit of the decompressed batches kept in memory."""
 _NUM_KEPT = 64
 _NUM_WHOLE = 4
-"""Files with dictionaries whose batches are kept."""
+"""Number of files with dictionaries whose batches are kept."""
 
 
 class ArrowRecords:
-    """Rows by number, in the order of the files or of the mapping beside them."""
+    """Rows by number, in the order of the files or of the row mapping beside them."""
 
     def __init__(self, files: Files, place: IndexLocation, layout: ArrowFiles, names: Sequence[str] = ()) -> None:
         self._files, self._place, self._layout, self._selected = files, place, layout, tuple(names)
@@ -78,12 +78,12 @@ class ArrowRecords:
         return self._chosen
 
     def select(self, names: Sequence[str]) -> ArrowRecords:
-        """The same rows with these columns alone."""
+        """The same rows with only these columns."""
         return ArrowRecords(self._files, self._place, self._layout, names)
 
     def read(self, indices: Ints) -> list[Record]:
         asked = [*spans(self._firsts, self._stored(indices))]
-        # Together is faster; but of decompressed batches only those within bounds may be in memory at a time.
+        # Together is faster, but the decompressed batches in memory at a time must stay within the limit.
         together = [[span] for span in asked] if self._is_compressed else [asked]
         records: list[Record] = [{}] * len(indices)
         for some in together:
@@ -95,7 +95,7 @@ class ArrowRecords:
         return records
 
     def _parts(self, span: ContainerSpan) -> list[Any]:
-        """The rows of one batch, a batch for each run of neighbours, with every offset checked."""
+        """The requested rows of one batch, one slice per run of neighbours, with every offset checked."""
         with self._blamed(span.container):
             batch = self._batch(span.container)
             parts = [batch.slice(run.start, run.stop - run.start) for run in contiguous_runs(span.inside)]
@@ -104,7 +104,7 @@ class ArrowRecords:
         return parts
 
     def _decoded(self, asked: Sequence[ContainerSpan], parts: Sequence[list[Any]]) -> Iterator[list[Record]]:
-        """All at once, since each column of each call costs; where that fails batch by batch, to name the bad one."""
+        """All at once, since every column of every call costs; if that fails, batch by batch, to find the bad one."""
         try:
             records = self._records_of([part for own in parts for part in own])
         except (BadRecordError, *DAMAGE):
@@ -126,8 +126,8 @@ class ArrowRecords:
         return records_of(self._fields, [pa.concat_arrays(column.chunks) for column in columns])
 
     def lengths(self, field: str) -> npt.NDArray[np.int64] | None:
-        """Of every row: elements of its list or bytes of its string, from the offsets alone. None where the column has
-        no lengths."""
+        """For every row, the number of elements of its list or bytes of its string, from the offsets alone. None if the
+        column has no lengths."""
         (name,) = check_columns([field], [one.name for one in self._fields], self._files.url)
         parts = []
         for number in range(self._num_batches):
@@ -160,7 +160,7 @@ class ArrowRecords:
         self._maps.close()
 
     def _stored(self, indices: Ints) -> Ints:
-        """Which rows these are as they lie in the files."""
+        """The numbers of these rows in stored order."""
         if self._mapping is None:
             return self._rows.check_bounds(indices)
         asked = FileRows([""], np.asarray([0, len(self._mapping)])).check_bounds(indices)
@@ -204,7 +204,7 @@ class ArrowRecords:
             self._kept_bytes -= self._cost(self._kept.popitem(last=False)[1])
 
     def _cost(self, batch: Any) -> int:
-        """In memory of this process: nothing where the batch is a view of its file."""
+        """Memory of this process: 0 if the batch is a view of its file."""
         return int(batch.nbytes) if self._is_compressed else 0
 
     def _of_whole(self, file: int) -> list[Any]:
@@ -224,12 +224,12 @@ class ArrowRecords:
 
 
 def _settings(layout: ArrowFiles) -> dict[str, str | int]:
-    """Which of the files are the mapping is not told by their names alone."""
+    """File names alone do not tell which of the files are the row mapping."""
     return {"version": 1, "num_mapping": len(layout.mapping)}
 
 
 def _build(files: Files, layout: ArrowFiles, progress: Progress) -> Arrays:
-    """Reads the description of every batch; of the data a little at both ends of each."""
+    """Reads the metadata of every batch, and a few bytes of data at both ends of each."""
     maps, scans, done = MappedFiles(files, limit=1), [], 0
     for info in layout.data:
         scans.append(_scanned(maps, info, files))

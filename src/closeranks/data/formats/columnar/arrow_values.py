@@ -1,9 +1,9 @@
-"""How do columns of Arrow arrays become records?
+"""Converts columns of Arrow arrays into records.
 
-By type alone: numbers, strings and binaries become Python's own, lists of numbers NumPy arrays, other lists lists,
+By type alone: numbers, strings and binaries become Python values, lists of numbers NumPy arrays, other lists lists,
 structs dicts, null None. An image or sound as Hugging Face stores it (a struct of ``bytes`` and ``path``) becomes its
-bytes. Moments and durations become whole numbers in the column's own unit, decimals floats. Invariant: arrays may come
-from a damaged file, so ``checked`` looks at every offset of the rows asked for before anything follows one.
+bytes. Timestamps and durations become integers in the column's own unit, decimals floats. Invariant: arrays may come
+from a damaged file, so ``validate_rows`` checks every offset of the requested rows before it is followed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.dataset_protocol import Record
 
 Array: TypeAlias = Any
-"""A ``pyarrow.Array``; pyarrow has no types of its own."""
+"""A ``pyarrow.Array``; pyarrow has no type annotations."""
 Values: TypeAlias = list[Any]
 
 DAMAGE = (pa.ArrowInvalid, pa.ArrowIndexError, pa.ArrowKeyError, pa.ArrowNotImplementedError, UnicodeDecodeError)
-"""What Arrow raises of bytes that make no sense, apart from an ``OSError`` without a number."""
+"""What Arrow raises for malformed bytes, apart from an ``OSError`` without an errno."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether it is the data's fault. Arrow's own words about bytes come as ``OSError`` too, without an ``errno``."""
+    """Whether the error means damaged data. Arrow reports malformed bytes as ``OSError`` too, without an ``errno``."""
     return isinstance(error, DAMAGE) or (isinstance(error, OSError) and error.errno is None)
 
 
 @contextmanager
 def raise_as_bad_record(where: Callable[[], str]) -> Iterator[None]:
-    """Faults found inside are those of the data at ``where``, which is asked only then."""
+    """Errors of damaged data inside become a ``BadRecordError`` at ``where``, which is called only then."""
     try:
         yield
     except BadRecordError as error:
@@ -67,7 +67,7 @@ def records_of(fields: Sequence[Any], arrays: Sequence[Array]) -> list[Record]:
 
 
 def contiguous_runs(rows: npt.NDArray[np.int64]) -> list[slice]:
-    """Rows (some, ascending) as stretches of neighbours."""
+    """Row numbers (not empty, ascending) as runs of consecutive rows."""
     if len(rows) == 1:
         return [slice(int(rows[0]), int(rows[0]) + 1)]
     cuts = np.flatnonzero(rows[1:] != rows[:-1] + 1)
@@ -76,7 +76,7 @@ def contiguous_runs(rows: npt.NDArray[np.int64]) -> list[slice]:
 
 
 def validate_rows(array: Array, runs: Sequence[slice]) -> Array:
-    """These rows of an array, or of its chunks, as one array. Of a single run no copy is made."""
+    """These rows of an array, or of its chunks, as one array. A single run is not copied."""
     found = [array.slice(run.start, run.stop - run.start) for run in runs]
     if isinstance(array, pa.ChunkedArray):
         found = [part for run in found for part in run.chunks]
@@ -86,8 +86,8 @@ def validate_rows(array: Array, runs: Sequence[slice]) -> Array:
 
 
 def lengths_of(array: Array) -> npt.NDArray[np.int64] | None:
-    """How many elements each list has, or bytes each string, from the offsets alone; null has none. None where the type
-    has no lengths."""
+    """The number of elements of each list, or bytes of each string, from the offsets alone; 0 for null. None if the
+    type has no lengths."""
     array = _plain(array)
     measure = next((measure for is_kind, measure in _MEASURES if is_kind(array.type)), None)
     if measure is None:
@@ -98,8 +98,8 @@ def lengths_of(array: Array) -> npt.NDArray[np.int64] | None:
 
 
 def is_compatible_type(one: Any, other: Any) -> bool:
-    """Whether two files may be read as one: what becomes the same kind of value is the same. A column of nothing but
-    null fits any."""
+    """Whether two files may be read as one: types are compatible if they become the same kind of value. A column with
+    only nulls is compatible with any."""
     one, other = _normal(one), _normal(other)
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
@@ -123,7 +123,7 @@ def _column(field: Any, array: Array) -> Values:
 
 
 def _is_dense(field: Any) -> bool:
-    """Hugging Face's ``Array2D`` to ``Array5D``: lists of lists that are one array, whose rows have one length."""
+    """Hugging Face's ``Array2D`` to ``Array5D``: nested lists that are one array, whose rows have equal length."""
     name = field.type.extension_name if _is_extension(field.type) else ""
     name = name or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     return name.startswith("datasets.features.features.Array")
@@ -143,7 +143,7 @@ def values_of(array: Array) -> Values:
 
 
 def _plain(array: Array) -> Array:
-    """The same values in a type that is stored the usual way."""
+    """The same values in a type with the usual storage."""
     kind = array.type
     if _is_extension(kind):
         return _plain(array.storage)
@@ -186,8 +186,8 @@ def _fixed_lists(array: Array) -> Values:
 
 
 def _cut(inner: Array, bounds: Sequence[int]) -> Values:
-    """A list per row. What a row becomes must not depend on its neighbours: of numbers only the rows with a null inside
-    are lists, the others arrays."""
+    """A list per row. The result for a row must not depend on its neighbours: with numbers, only rows that contain a
+    null become lists, the others arrays."""
     rows = _dense(inner)
     if rows is None and _is_number(_plain(inner).type):
         parts = [_plain(inner.slice(begin, end - begin)) for begin, end in pairwise(bounds)]
@@ -197,7 +197,8 @@ def _cut(inner: Array, bounds: Sequence[int]) -> Values:
 
 
 def _dense(array: Array) -> npt.NDArray[Any] | None:
-    """Numbers, or lists of one length of them, as one array uncopied; None where there are nulls or other types."""
+    """Numbers, or lists of equal length of them, as one array without a copy; None if there are nulls or other
+    types."""
     array = _plain(array)
     if array.null_count:
         return None
@@ -211,7 +212,7 @@ def _dense(array: Array) -> npt.NDArray[Any] | None:
 
 
 def _inner(array: Array) -> Array:
-    """The elements of fixed-size lists; ``values`` alone forgets where a slice begins."""
+    """The elements of fixed-size lists; ``values`` alone ignores the offset of a slice."""
     size = array.type.list_size
     inner = array.values.slice(array.offset * size, len(array) * size)
     if len(inner) != len(array) * size:
@@ -273,7 +274,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _is_variable_list(kind: Any) -> bool:
-    """A map is stored as a list of pairs, and becomes one of dicts with ``key`` and ``value``."""
+    """A map is stored as a list of pairs, and becomes a list of dicts with ``key`` and ``value``."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind))
 
 

@@ -1,7 +1,7 @@
-"""Which files of a folder are Parquet, and what does it take to read them?
+"""Finds the Parquet files of a folder, and opens them if pyarrow is installed.
 
-Names decide, as with other readers: ``.parquet``, ``.pq`` and ``.parq``, without folders and files that begin with
-``_`` (marks of a writer's own). Needs no pyarrow until records are opened.
+By name, as other readers do: ``.parquet``, ``.pq`` and ``.parq``, without folders and files that begin with ``_`` (a
+writer's own metadata). Needs no pyarrow until records are opened.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How are rows of Parquet files read by number?
+"""Reads rows of Parquet files by number.
 
-The footers say how many rows each row group has; this is saved once, as an index over all files. A row group is the
-least that can be decoded, so reading gathers the rows asked for by row group and keeps the groups decoded last, within
-``KEPT_BYTES``. Invariants: all files have the same columns; pages are compared with their checksums where the writer
-stored any; a row group that cannot be decoded is a ``BadRecordError`` for each of its rows, a file without a sound
-footer a ``DataError``.
+The footers give the number of rows of each row group; this is saved once, as an index over all files. A row group is
+the smallest unit that can be decoded, so the requested rows are grouped by row group, and the most recently decoded
+groups are kept, within ``KEPT_BYTES``. Invariants: all files have the same columns; pages are checked against their
+checksums if the writer stored any; a row group that cannot be decoded is a ``BadRecordError`` for each of its rows, a
+file without a sound footer a ``DataError``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from closeranks.data.formats.spans import spans
 from closeranks.data.timing import stage
 
 KEPT_BYTES = 256 << 20
-"""Decoded row groups kept; the one in use may be larger."""
+"""Limit of the decoded row groups kept; the one in use may be larger."""
 _NUM_OPEN = 16
-"""Files whose parsed footers are kept."""
+"""Number of files whose parsed footers are kept."""
 _NUM_TAIL = 8
-"""Bytes behind the footer: its length and the magic."""
+"""Bytes after the footer: its length and the magic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class _Footer:
     full: str
     schema: Any
     rows: Sequence[int]
-    """Of each row group."""
+    """Number of rows of each row group."""
     crc: int
-    """Where each page lies and, mostly, smallest and largest values stand in the footer: it names the content."""
+    """Of the footer, which has the position of each page and, usually, minima and maxima: it identifies the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Group:
 
 
 class ParquetRecords:
-    """Rows by number, through all files in the order of their names."""
+    """Rows by number, across all files in the order of their names."""
 
     def __init__(
         self, files: Files, place: IndexLocation, infos: Sequence[FileInfo], names: Sequence[str] = ()
@@ -98,7 +98,7 @@ class ParquetRecords:
         return [field.name for field in self._fields]
 
     def select(self, names: Sequence[str]) -> ParquetRecords:
-        """The same rows with these columns alone: the others are not decoded."""
+        """The same rows with only these columns: the others are not decoded."""
         return ParquetRecords(self._files, self._place, self._infos, names)
 
     def read(self, indices: Ints) -> list[Record]:
@@ -113,8 +113,8 @@ class ParquetRecords:
         return records
 
     def lengths(self, field: str) -> npt.NDArray[np.int64] | None:
-        """Of every row: elements of its list or bytes of its string. None where the column has no lengths. Reads the
-        column once, whole."""
+        """For every row, the number of elements of its list or bytes of its string. None if the column has no lengths.
+        Reads the whole column once."""
         (name,) = check_columns([field], [one.name for one in self._fields], self._files.url)
         parts = []
         for number in range(self._num_groups):
@@ -141,7 +141,7 @@ class ParquetRecords:
         self._maps.close()
 
     def _decoded(self, number: int) -> Any:
-        """A row group as a table, from those kept if it is there."""
+        """A row group as a table, from the cache if it is there."""
         found = self._kept.get(number)
         if found is not None:
             self._kept.move_to_end(number)
@@ -190,7 +190,7 @@ class ParquetRecords:
 
 
 def _opened(view: npt.NDArray[np.uint8], full: str) -> Any:
-    """A file whose footer makes sense."""
+    """A file whose footer is sound."""
     try:
         file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(view)), page_checksum_verification=True)
         names = file.schema_arrow.names

@@ -1,11 +1,11 @@
-"""How does an index lie on disk, and what is checked when it is opened?
+"""The file format of a saved index, and the checks when one is opened.
 
 One file: 8 bytes of magic, the header's length (u64, little-endian), the header (a sealed document that says what was
-indexed, and for each array its dtype, shape, place and the CRC32C of every MiB), then the arrays at multiples of 64.
-Invariants: a file that opens is whole (its length stands in the sealed header) and of the kind, settings and files that
-were asked for. Arrays of up to 8 MiB together are checked in full on every opening; of larger ones the first and last
-block of each and a few others drawn anew each time, so that opening costs the same for any number of samples. All of it
-is checked once by whoever wrote it, and whenever ``Index.check`` is asked.
+indexed, and for each array its dtype, shape, position and the CRC32C of every MiB), then the arrays at multiples of 64.
+Invariants: a file that opens is complete (its length is in the sealed header) and of the kind, settings and files that
+were requested. Arrays of up to 8 MiB together are checked in full on every opening; of larger ones the first and last
+block of each and a few others drawn anew each time, so that opening costs the same for any number of samples. The whole
+file is checked once by its writer, and by every call of ``MappedIndex.check``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Arrays: TypeAlias = Mapping[str, Array]
 
 
 class UnsoundIndex(Exception):
-    """An index that cannot be used: torn, damaged, of other files. The answer is always to build it again."""
+    """An index that cannot be used: torn, damaged, or of other files. It must be built again."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexKey:
-    """What an index is of."""
+    """What an index was built from."""
 
     kind: str
     settings: Mapping[str, str | int]
@@ -55,7 +55,7 @@ class IndexKey:
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in the header; the version of each file counts, so that a changed file makes it stale."""
+        """As in the header; it includes the version of each file, so that a changed file makes the index stale."""
         digest = blake3()
         for info in self.files:
             digest.update(f"{info.name}\0{info.num_bytes}\0{info.version}\n".encode(errors="surrogateescape"))
@@ -70,7 +70,7 @@ class IndexKey:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Where one array lies in the file."""
+    """Position and type of one array in the file."""
 
     name: str
     dtype: str
@@ -78,11 +78,11 @@ class _Extent:
     start: int
     num_bytes: int
     crcs: tuple[int, ...]
-    """Of each block of ``BLOCK_BYTES``."""
+    """CRC32C of each block of ``BLOCK_BYTES``."""
 
 
 class MappedIndex(Mapping[str, Array]):
-    """The arrays of an index, read-only and mapped: they take memory only where they are looked at."""
+    """The arrays of an index, read-only and memory-mapped: they take memory only where they are accessed."""
 
     def __init__(self, path: Path, subject: IndexKey, extents: Sequence[_Extent], data: mmap.mmap) -> None:
         self.path = path
@@ -93,7 +93,8 @@ class MappedIndex(Mapping[str, Array]):
             for extent in extents
         }
         self.identity = _identity(subject, extents)
-        """Names the content: names and sizes of the files and what was found in them, not when or where they lie."""
+        """Identifies the content: names and sizes of the files and what was found in them, independent of time and
+        location."""
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
@@ -105,7 +106,7 @@ class MappedIndex(Mapping[str, Array]):
         return len(self._arrays)
 
     def check(self) -> None:
-        """Every byte; ``DataError`` names the first bad block."""
+        """Checks every byte; ``DataError`` names the first bad block."""
         try:
             _check_blocks(self._data, [(extent, block) for extent in self._extents for block in _blocks(extent)])
         except UnsoundIndex as error:
@@ -113,7 +114,7 @@ class MappedIndex(Mapping[str, Array]):
 
 
 def write_index(path: Path, subject: IndexKey, arrays: Arrays) -> None:
-    """Durable when it returns; ``path`` is a name of the writer's own, which counts for nothing yet."""
+    """Durable when it returns; ``path`` is a temporary name of the writer, which no reader opens."""
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = _header(subject, plain)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -130,7 +131,7 @@ def write_index(path: Path, subject: IndexKey, arrays: Arrays) -> None:
 
 
 def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> MappedIndex:
-    """``FileNotFoundError`` where there is none, ``UnsoundIndex`` where it must be built again."""
+    """``FileNotFoundError`` if there is none, ``UnsoundIndex`` if it must be built again."""
     data = _mapped(path)
     if len(data) < 16 or data[:8] != _MAGIC:
         raise UnsoundIndex("it is truncated, or not an index")
@@ -141,7 +142,7 @@ def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> Mappe
         raise UnsoundIndex(str(error)) from error
     if body["of"] != subject.as_dict:
         raise UnsoundIndex("it belongs to other files, or they have changed")
-    # The places count from the end of the header: a header cannot hold numbers that depend on its own length.
+    # Positions are relative to the end of the header: a header cannot contain numbers that depend on its own length.
     header_end = 16 + num_bytes
     first = header_end + -header_end % _ALIGN
     extents = [

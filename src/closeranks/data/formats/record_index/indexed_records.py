@@ -1,6 +1,6 @@
-"""Reads records by number from files in which each lies at a byte and has a length, both kept in an index.
+"""Reads records by number from files in which each has a byte offset and a length, both kept in an index.
 
-A format says which files are its own, how they are scanned, and what the bytes at a place mean.
+A format defines which files belong to it, how they are scanned, and how the bytes of a record are decoded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Scan = Callable[[Files, Sequence[FileInfo], Progress], Arrays]
 
 
 class IndexedRecords(ABC):
-    """A subclass is made of ``files`` and ``place`` alone, so that a loader process can make it anew."""
+    """A subclass is constructed from ``files`` and ``place`` alone, so that a loader worker can recreate it."""
 
     lead = 0
-    """Bytes of a record in front of its data, which is what the index points at."""
+    """Number of bytes of a record before its data, which is what the index points at."""
 
     def __init__(self, files: Files, place: IndexLocation, name: str, infos: Sequence[FileInfo], scan: Scan) -> None:
         self._files, self._place = files, place
@@ -55,7 +55,7 @@ class IndexedRecords(ABC):
 
     @abstractmethod
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
-        """From the bytes of the file of that name; ``BadRecordError`` with the place where they make no record."""
+        """Decodes bytes of the file of that name; ``BadRecordError`` with the location if they are not a record."""
 
     def _place_of(self, name: str, start: int) -> RecordLocation:
         return RecordLocation(self._files.full_name(name), start - self.lead)

@@ -1,10 +1,10 @@
-"""How does a format that has no index get one, once for all processes of a host?
+"""Builds an index for formats that have none, once for all processes of a host.
 
-``saved_index`` opens the index of some files, or builds and saves it. It lies in ``IndexLocation.folder``, else in
-``.closeranks-index/`` beside local data if that can be written, else under the cache; the folder may be removed at any
+``saved_index`` opens the index of some files, or builds and saves it. It is stored in ``IndexLocation.folder``, else in
+``.closeranks-index/`` beside local data if that is writable, else under the cache; the folder may be removed at any
 time. Invariants: of the processes of a host that need the same index one builds it while the others wait, for as long
-as it makes progress; an index appears under its name whole or not at all, so that a killed builder leaves nothing that
-counts; one that is stale (a file changed), torn or damaged is built again.
+as it makes progress; an index appears under its name complete or not at all, so that a killed builder leaves nothing
+that counts; one that is stale (a file changed), torn or damaged is built again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from closeranks.storage.disk import fsync_folder, make_folder
 __all__ = ["Array", "Arrays", "IndexLocation", "MappedIndex", "Progress", "saved_index"]
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called by a builder now and then, cheap: bytes done, bytes in all."""
+"""Called by a builder from time to time, cheap: bytes done, total bytes."""
 
 FOLDER = ".closeranks-index"
 DEFAULT_CACHE = "~/.cache/closeranks/data"
 _NOTE_BYTES = 512
-"""Written over at once: cut and written anew, a note could be looked at in between every time."""
+"""Overwritten in one write: if it were truncated first, a reader could always see the file in between."""
 _NO_SETTINGS: Mapping[str, str | int] = MappingProxyType({})
 _QUIET_S = 3.0
 _NOTE_EVERY_S = 1.0
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class IndexLocation:
-    """Where indexes are kept."""
+    """Where indexes are stored."""
 
     folder: str = ""
     """Empty: beside the data, else under ``cache``."""
@@ -76,8 +76,8 @@ def saved_index(
     build: Callable[[Progress], Arrays],
     settings: Mapping[str, str | int] = _NO_SETTINGS,
 ) -> MappedIndex:
-    """The arrays that ``build`` returned for these files, now or earlier, mapped read-only. ``kind`` is a word of
-    letters, digits and dashes; a builder that changes what it returns changes ``settings`` (a version number, say)."""
+    """The arrays that ``build`` returned for these files, now or earlier, mapped read-only. ``kind`` consists of
+    letters, digits and dashes; a builder that changes its result must change ``settings`` (a version number, say)."""
     subject = IndexKey(kind, settings, infos)
     candidates = _candidates(place, files, subject)
     for candidate in candidates:
@@ -119,13 +119,14 @@ def _candidates(place: IndexLocation, files: Files, subject: IndexKey) -> list[_
     cache = Path(place.cache or DEFAULT_CACHE).expanduser() / "index"
     found = [_candidate(cache, subject, files.url)]
     if files.is_local and subject.files:
-        # Beside the data the name does not depend on where that is, so that a folder can be moved with its index.
+        # Beside the data, the name does not depend on the folder's path, so that a folder can be moved with its index.
         found.insert(0, _candidate(_root(files, subject.files[0].name) / FOLDER, subject, ""))
     return found
 
 
 def _candidate(folder: Path, subject: IndexKey, url: str) -> _Candidate:
-    """Names but not sizes and versions make the file's name: the index of changed files takes the old one's place."""
+    """The file's name depends on the names, not on sizes and versions: the index of changed files replaces the old
+    one."""
     digest = blake3(f"{subject.kind}\0{url}\0{sorted(subject.settings.items())}\n".encode(errors="surrogateescape"))
     for info in subject.files:
         digest.update(f"{info.name}\n".encode(errors="surrogateescape"))
@@ -150,7 +151,7 @@ def _opened(candidate: _Candidate, subject: IndexKey) -> MappedIndex | None:
 def _built(
     candidates: Sequence[_Candidate], subject: IndexKey, build: Callable[[Progress], Arrays], report: _Report
 ) -> MappedIndex:
-    """The work is done once: where the first place has no room, the others are tried with the same arrays."""
+    """Builds once: if the first location has no space, the same arrays are saved at the others."""
     arrays = report.follow(build)
     refusals = []
     for candidate in candidates:
@@ -180,17 +181,18 @@ def _saved(candidate: _Candidate, subject: IndexKey, arrays: Arrays) -> MappedIn
 
 @contextmanager
 def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Callable[[str], None]]:
-    """Hold the kernel's lock for this index (gone with the process that holds it); what it yields leaves a note in the
-    lock's file for those who wait. On file systems without locks two may build, and one of the two renames lasts."""
+    """Hold the kernel's lock for this index (released when its process ends); yields a function that writes a progress
+    note to the lock file, for those who wait. On file systems without locks two processes may build, and the last
+    rename wins."""
     lock = candidate.path.with_name(f".{candidate.path.name}.lock")
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if _wait(fd, url, patience_s):
             for left in candidate.folder.glob(f".{candidate.path.name}.*.aside"):
-                left.unlink(missing_ok=True)  # of a builder that was killed: nobody else is here
+                left.unlink(missing_ok=True)  # of a killed builder: no other process is here
 
         def note(text: str) -> None:
-            with suppress(OSError):  # a full disk must not end the work for a note's sake
+            with suppress(OSError):  # a full disk must not stop the build because of a note
                 os.pwrite(fd, text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
         yield note
@@ -199,7 +201,7 @@ def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Calla
 
 
 def _wait(fd: int, url: str, patience_s: float) -> bool:
-    """Whether the lock could be taken; False where the file system has none."""
+    """Whether the lock could be taken; False if the file system has no locks."""
     last_note = ""
     last_heard = started = time.monotonic()
     is_told = False
@@ -229,7 +231,7 @@ def _wait(fd: int, url: str, patience_s: float) -> bool:
 
 
 class _Report:
-    """A builder's progress, for the log and for those who wait."""
+    """A builder's progress, for the log and for waiting processes."""
 
     def __init__(self, files: Files, infos: Sequence[FileInfo], note: Callable[[str], None]) -> None:
         self._files, self.url = files, files.url
@@ -240,10 +242,10 @@ class _Report:
 
     def follow(self, build: Callable[[Progress], Arrays]) -> Arrays:
         self._note(self._who)
-        self._files.prefetch(self._names)  # the next file comes while one is looked at
+        self._files.prefetch(self._names)  # the next file is fetched while one is scanned
         try:
             return build(self)
-        except OSError as error:  # of the data: those of the index's own folder are answered by another folder
+        except OSError as error:  # of the data: errors of the index's own folder are handled by trying another folder
             raise DataError(f"'{self.url}' cannot be indexed: {error}") from error
 
     def __call__(self, done: int, total: int) -> None:

@@ -1,9 +1,9 @@
-"""How is a folder of images read by number?
+"""Reads a folder of images by number.
 
 Images in class folders get the class's name and its number, counted over the sorted names (torchvision's ImageFolder
-rule: the folder next to the root is the class, however deep an image lies in it); images that lie flat have neither.
-Invariant: an image is the bytes of its file; files that are no images are left out. There is no index: the listing of
-the folder is one.
+rule: the folder directly below the root is the class, however deep an image is inside it); images directly in the root
+have neither. Invariant: an image is the bytes of its file; files that are not images are left out. There is no index:
+the listing of the folder serves as one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_records(files: Files, index: IndexLocation) -> Records:
 
 
 class ImageRecords:
-    """``{"image": bytes, "label": int, "class": str}``, or ``{"image": bytes}`` where images lie flat."""
+    """``{"image": bytes, "label": int, "class": str}``, or ``{"image": bytes}`` without class folders."""
 
     block = 0
 
@@ -45,7 +45,7 @@ class ImageRecords:
         self._classes = _classes(files, infos)
         numbers = {name: number for number, name in enumerate(self._classes)}
         self._labels = np.fromiter((numbers.get(_class_of(info.name), -1) for info in infos), np.int32, len(infos))
-        # One buffer with its ends: names as Python strings would take several times as much, in every worker.
+        # One buffer with its ends: names as Python strings would take several times the memory, in every worker.
         names = [info.name.encode("utf-8", "surrogateescape") for info in infos]
         self._names = b"".join(names)
         self._ends = np.cumsum([0, *map(len, names)], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""How is JSON, one object to a line, read by number?
+"""Reads JSON lines (one JSON object per line) by number.
 
-The index holds where each line starts and how long it is; blank lines do not count, the last line may lack its newline,
-lines may end in CRLF. Invariants: a record is a JSON object in UTF-8, or a ``BadRecordError`` with file, byte and
-reason; a line is cut where newlines are, or the index is called wrong.
+The index holds the start and length of each line; blank lines are skipped, the last line may lack its newline, lines
+may end in CRLF. Invariants: a record is a JSON object in UTF-8, or a ``BadRecordError`` with file, byte and reason; the
+index must agree with the newlines of the file, otherwise it is reported as wrong.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _build(files: Files, infos: Sequence[FileInfo], progress: Progress) -> Array
 def _scan(
     view: npt.NDArray[np.uint8], full_name: str, done: int, total: int, progress: Progress
 ) -> list[tuple[Ints, npt.NDArray[np.uint32]]]:
-    """Start and length of each line that is not blank, a chunk of the file at a time."""
+    """Start and length of each line that is not blank, one chunk of the file at a time."""
     found = []
     begin = len(_BOM) if view[: len(_BOM)].tobytes() == _BOM else 0
     for at in range(0, len(view), _CHUNK_BYTES):
@@ -124,7 +124,7 @@ def _scan(
 
 
 def _is_filled(view: npt.NDArray[np.uint8], starts: Ints, sizes: Ints) -> npt.NDArray[np.bool_]:
-    """Lines that hold more than white space; only those that begin with some are looked at one by one."""
+    """Which lines contain more than white space; only those that begin with white space are checked one by one."""
     filled: npt.NDArray[np.bool_] = sizes > 0
     some = np.flatnonzero(filled)
     for number in some[np.isin(view[starts[some]], _SPACES)].tolist():

@@ -1,9 +1,9 @@
-"""How are samples read from MosaicML's MDS shards?
+"""Reads samples from MosaicML's MDS shards.
 
-``index.json`` names the shards with their columns, sizes and hashes. A shard begins with the number of its samples and
-where each begins and ends; a sample is the sizes of its columns of variable size, then the columns. Invariants: a shard
-has the size and number of samples that the index says, or is not read at all; where the index has a hash, a shard is
-checked whole before its first sample is given out (once per process); nothing is unpickled.
+``index.json`` lists the shards with their columns, sizes and hashes. A shard begins with the number of its samples and
+the offsets of each; a sample is the sizes of its variable-size columns, then the columns. Invariants: a shard that does
+not have the size and number of samples in the index is not read at all; if the index has a hash, the whole shard is
+checked before its first sample is returned (once per process); nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NAME = "mds"
 INDEX = "index.json"
 _log = logging.getLogger(__name__)
 _Encodings: TypeAlias = tuple[tuple[str, str, int | None], ...]
-"""Name, encoding and size of each column, as they stand in the index."""
+"""Name, encoding and size of each column, as in the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
     name: str
     size: int | None
-    """In bytes; none where each sample says it."""
+    """In bytes; None if each sample states it."""
     decode: Decoder
 
 
@@ -109,7 +109,7 @@ class MdsRecords:
         return self._files.full_name(self._shards[number].name)
 
     def _shard(self, number: int) -> npt.NDArray[np.uint8]:
-        """A shard of the right size, after its hashes were compared."""
+        """A shard of the right size, after its hashes were checked."""
         shard, view = self._shards[number], self._maps.view(self._shards[number].name)
         if len(view) != shard.num_bytes:
             _unsound(self._name(number), f"it has {len(view)} bytes, and {shard.num_bytes} according to '{INDEX}'")
@@ -168,7 +168,7 @@ def _index_bytes(files: Files) -> bytes:
 
 
 def _parse(data: bytes, files: Files) -> tuple[list[_Shard], _Encodings]:
-    """The shards, and the columns that all of them have."""
+    """The shards, and the columns, which all of them share."""
     full = files.full_name(INDEX)
     try:
         entries = json.loads(data)["shards"]
@@ -200,12 +200,13 @@ def _parse_shard(entry: Mapping[str, Any], full: str) -> _Shard:
 
 
 def _columns(columns: _Encodings) -> list[_Column]:
-    """A fixed size of 0 cannot be told from none: MDS reads both as variable."""
+    """A fixed size of 0 is indistinguishable from none: MDS reads both as variable."""
     return [_Column(name, size or None, decoder_of(encoding, name)) for name, encoding, size in columns]
 
 
 def _compare(view: npt.NDArray[np.uint8], hashes: Mapping[str, str]) -> str:
-    """What is wrong, or nothing. The whole shard is read, by the first of its hashes that can be made here."""
+    """What is wrong; empty if nothing is. Reads the whole shard, with the first of its hashes that is available
+    here."""
     for name, wanted in hashes.items():
         make = _hash(name)
         if make is not None:
@@ -218,7 +219,7 @@ def _compare(view: npt.NDArray[np.uint8], hashes: Mapping[str, str]) -> str:
 
 @lru_cache
 def _warn_unchecked(names: str) -> None:
-    """Once in a process, not for every shard."""
+    """Once per process, not for every shard."""
     _log.warning("the hashes of MDS shards (%s) cannot be checked here: no package for them is installed", names)
 
 

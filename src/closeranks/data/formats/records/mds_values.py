@@ -1,7 +1,7 @@
-"""How does a column of an MDS sample become a value?
+"""Decodes the columns of an MDS sample.
 
-The encodings of MosaicML's ``MDSWriter``. Invariants: nothing is unpickled; a value is decoded from exactly the bytes
-that are its own, and ``ValueError`` or ``IndexError`` says what is wrong with them.
+Supports the encodings of MosaicML's ``MDSWriter``. Invariants: nothing is unpickled; a value is decoded from exactly
+its own bytes, and ``ValueError`` or ``IndexError`` says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _PIXELS = {
     "F": ("<f4", 1),
     "I;16": ("<u2", 1),
 }
-"""Modes of raw images: the type of a value, and values per pixel."""
+"""Modes of raw images: the dtype, and the number of values per pixel."""
 
 
 def decoder_of(encoding: str, column: str) -> Decoder:
-    """``DataError`` for encodings that are unknown or would be unpickled."""
+    """``DataError`` for encodings that are unknown or would have to be unpickled."""
     name, _, rest = encoding.partition(":")
     if name == "pkl":
         raise DataError(
@@ -75,7 +75,7 @@ def _scalar(code: str, data: bytes) -> int | float:
 
 
 def _array_decoder(settings: str) -> Decoder:
-    """``dtype:shape``, each of which may be left out; then the sample itself says it."""
+    """``dtype:shape``; either may be missing, and is then part of the sample."""
     dtype, _, shape = settings.partition(":")
     fixed = tuple(int(size) for size in shape.split(",")) if shape else None
     return partial(_array, _TYPES[dtype] if dtype else "", fixed)
@@ -113,7 +113,7 @@ def _raw_image(data: bytes) -> npt.NDArray[Any]:
 
 
 def _list(decode: Decoder, start: int, data: bytes) -> list[Any]:
-    """From ``start``: how many there are, the size of each, then all of them."""
+    """From ``start``: the number of elements, the size of each, then the elements."""
     num_values = int.from_bytes(data[start : start + 4], "little")
     first = start + 4 + 4 * num_values
     if first > len(data):
@@ -150,4 +150,4 @@ _DECODERS: dict[str, Decoder] = {
     "jpeg_array": partial(_list, _same, 0),
     "jpegarray": partial(_list, _same, 0),
 }
-"""Images stay as they were encoded, for ``decode``; raw ones become arrays."""
+"""Images stay encoded, for ``decode``; raw ones become arrays."""

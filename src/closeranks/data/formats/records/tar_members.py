@@ -1,8 +1,9 @@
-"""Which members does a tar file hold, and where do their bytes lie?
+"""Lists the members of a tar file and the positions of their bytes.
 
 Headers are followed front to back over the mapped file (ustar, GNU and PAX names and sizes); the members themselves are
-not read. Invariant: every header's checksum is right, every member lies inside the file and the archive has its end
-mark, or a ``DataError`` names file, byte and reason: a torn archive lacks samples, which no job may pass over.
+not read. Invariant: every header's checksum is right, every member is inside the file and the archive has its
+end-of-archive marker, or a ``DataError`` names file, byte and reason: a truncated archive lacks samples, which no job
+may ignore.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ADLER = 65521
 _REGULAR = b"0\x007"
 _SPARSE = b"S"
 _WITHOUT_DATA = b"123456"
-"""Links, devices, folders and pipes: nothing follows the header, whatever size it gives."""
+"""Links, devices, folders and pipes: no data follows the header, whatever size it states."""
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
@@ -35,7 +36,7 @@ _NOTES = _LONG_NAME + _LONG_LINK + _PAX + b"X" + _PAX_GLOBAL
 class TarMember(NamedTuple):
     name: str
     is_regular: bool
-    """False for links, folders, devices and sparse files, whose bytes are not simply there."""
+    """False for links, folders, devices and sparse files, whose bytes are not stored contiguously, or not at all."""
     header: int
     """Where it begins in the archive, for messages."""
     start: int
@@ -44,7 +45,7 @@ class TarMember(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What headers of their own said of the member that follows."""
+    """What extension headers said about the member that follows."""
 
     begin: int = -1
     name: str = ""
@@ -56,7 +57,8 @@ _NOTHING = _Noted()
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """WebDataset's rule: ``a/b.c/001.seg.PNG`` is field ``seg.png`` of ``a/b.c/001``; None for what is no field."""
+    """WebDataset's rule: ``a/b.c/001.seg.PNG`` is field ``seg.png`` of ``a/b.c/001``; None for names without a
+    field."""
     match = None if _META.match(name) else _KEY_AND_FIELD.match(name)
     return None if match is None else (match[1], match[2].lower())
 
@@ -86,7 +88,7 @@ def tar_members(view: npt.NDArray[np.uint8], full_name: str) -> Iterator[TarMemb
 
 
 def _size_in(block: bytes, full_name: str, at: int) -> int:
-    """The header's checksum is checked first: it is all that tells a header from any other 512 bytes."""
+    """Checks the header's checksum first: only that distinguishes a header from any other 512 bytes."""
     try:
         checksum = block[148:156]
         found = int(checksum.strip(b"\0 "), 8) - 8 * 32 + sum(checksum)
@@ -137,7 +139,7 @@ def _pax_fields(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _extra_blocks(view: npt.NDArray[np.uint8], start: int, block: bytes) -> int:
-    """Bytes of further headers that a sparse file of GNU's old kind has."""
+    """Bytes of the extra headers of a sparse file in the old GNU format."""
     is_extended, extra = block[482] != 0, 0
     while is_extended and start + extra + BLOCK <= len(view):
         is_extended = bool(view[start + extra + 504])

@@ -3,8 +3,8 @@
     Example  { Features features = 1 }                  Feature   { BytesList = 1 | FloatList = 2 | Int64List = 3 }
     Features { map<string, Feature> feature = 1 }       each list { repeated value = 1 }, numbers packed or not
 
-Invariant: bytes that are no such message raise ``InvalidExample`` with the reason; nothing outside of them is read. As
-protobuf does, fields that the message does not have are passed over, and of a key that stands twice the last counts.
+Invariant: bytes that are not such a message raise ``InvalidExample`` with the reason; nothing outside of them is read.
+As in protobuf, unknown fields are skipped, and if a key occurs twice the last one counts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 
 
 class InvalidExample(Exception):
-    """Why bytes are no ``tf.train.Example``."""
+    """Why bytes are not a ``tf.train.Example``."""
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """A list of one value is that value: bytes, a float or a whole number. Several numbers are an array (int64 or
-    float32), several strings of bytes a list; a feature without a list is None."""
+    """A list of one value is that value: bytes, a float or an integer. Several numbers are an array (int64 or float32),
+    several byte strings a list; a feature without a list is None."""
     found: dict[str, Any] = {}
     for number, kind, features in _fields(data):
         if number == 2 and kind == _BYTES:
@@ -44,7 +44,7 @@ def _entry(data: bytes) -> tuple[str, Any]:
         if number == 1:
             key = _message(value, kind)
         elif number == 2:
-            feature += _message(value, kind)  # messages that stand twice are merged, which is to join their bytes
+            feature += _message(value, kind)  # repeated messages are merged, which is to concatenate their bytes
     try:
         return key.decode(), _feature(feature)
     except UnicodeDecodeError:
@@ -76,7 +76,7 @@ def _floats(kind: int, value: bytes) -> npt.NDArray[Any]:
 
 
 def _integers(kind: int, value: bytes) -> npt.NDArray[Any]:
-    """Seven bits to a byte, the lowest first; the last byte of a number has its highest bit clear."""
+    """Varints: seven bits per byte, the lowest first; the last byte of a number has its highest bit clear."""
     if kind not in (_BYTES, _VARINT):
         raise InvalidExample("a list of integers holds something else")
     octets = np.frombuffer(value, np.uint8)

@@ -5,9 +5,9 @@
     n bytes    the data: a serialized tf.train.Example       /
     4 bytes    the masked CRC32C of the data
 
-The index holds where each record's data starts and how long it is. Invariants: both checksums of a record are compared
-whenever it is read, so that no flipped bit passes; a file that is truncated or whose lengths make no sense is refused
-when it is indexed, because the records behind that place cannot be found.
+The index holds the start and length of each record's data. Invariants: both checksums of a record are verified
+whenever it is read, so that no flipped bit passes; a file that is truncated or has implausible lengths is refused
+when it is indexed, because the records after that point cannot be found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPRESSED = tuple(suffix + packed for suffix in SUFFIXES for packed in (".gz", 
 
 _HEADER, _FOOTER = 12, 4
 _MOST_BYTES = 2**31
-"""No serialized protobuf is larger."""
+"""A serialized protobuf is never larger."""
 _MASK = 0xA282EAD8
 _TOLD_EVERY = 4096
 _MAGICS = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
@@ -41,7 +41,7 @@ _PART = re.compile(r"-\d+-of-\d+$")
 
 
 def plain_name(name: str) -> str:
-    """``train.tfrecord-00000-of-00008`` is a ``train.tfrecord``."""
+    """``train.tfrecord-00000-of-00008`` counts as ``train.tfrecord``."""
     return _PART.sub("", name.lower())
 
 
@@ -54,7 +54,8 @@ def open_records(files: Files, index: IndexLocation) -> Records:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """As TensorFlow stores it: rotated and shifted, so that the checksum of data that holds checksums is no riddle."""
+    """As TensorFlow stores it: rotated and offset, so that checksums of data that contains checksums are not
+    weakened."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
@@ -79,11 +80,11 @@ class TfRecords(IndexedRecords):
 
 
 class _Damaged(Exception):
-    """Why a record is not as it was written."""
+    """Why a record is damaged."""
 
 
 def _checked(view: npt.NDArray[np.uint8], start: int, size: int) -> bytes:
-    """The data of one record, both checksums compared."""
+    """The data of one record, both checksums verified."""
     if start + size + _FOOTER > len(view) or _length(view, start - _HEADER) != size:
         raise _Damaged("its length is not the one that was indexed")
     data = view[start : start + size].tobytes()
@@ -94,7 +95,7 @@ def _checked(view: npt.NDArray[np.uint8], start: int, size: int) -> bytes:
 
 
 def _length(view: npt.NDArray[np.uint8], at: int) -> int:
-    """What the header at a byte says; ``_Damaged`` where it does not match its checksum."""
+    """The length in the header at this byte; ``_Damaged`` if it does not match its checksum."""
     header = view[at : at + _HEADER].tobytes()
     if len(header) < _HEADER:
         raise _Damaged("the file ends within a record's header")

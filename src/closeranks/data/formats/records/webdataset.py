@@ -1,9 +1,9 @@
-"""How are samples in tar files (WebDataset) read by number?
+"""Reads samples in tar files (WebDataset) by number.
 
-WebDataset's rule: neighbouring members whose names agree up to the first dot of the last part are one sample; what
-follows the dot, in lower case, names the field. The index holds where each member's bytes lie, and each sample's key.
-Invariants: samples are those that WebDataset itself would give, in its order; members are bytes as they lie (a tar file
-carries no checksum of them), decoded by nobody here.
+WebDataset's rule: consecutive members whose names agree up to the first dot of the last path component are one sample;
+the part after the dot, in lower case, names the field. The index holds the position of each member's bytes, and each
+sample's key. Invariants: samples are those that WebDataset itself would give, in its order; members are returned as raw
+bytes (a tar file has no checksum of them) and are not decoded here.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _tars_of(files: Files) -> list[FileInfo]:
 
 
 class _Builder:
-    """Columns of plain numbers (``array``), 8 bytes each: a list of Python's own would take 40."""
+    """Columns of plain integers (``array``), 8 bytes each: Python lists would take 40."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -154,7 +154,7 @@ class _Builder:
         return self._arrays()
 
     def _take(self, member: TarMember, key: str | None) -> str | None:
-        """``key`` is the open sample's; the answer, that of the sample open now."""
+        """``key``: that of the current sample; returns the key of the sample that is current afterwards."""
         names = split_name(member.name)
         if names is None or not member.is_regular:
             self._num_skipped += 1
