@@ -26,7 +26,7 @@ from closeranks.agent.launch_plan import AgentCallbacks, LaunchPlan
 from closeranks.agent.workers.orphans import children_of, end_orphans
 from closeranks.agent.workers.output import OutputLog
 from closeranks.agent.workers.wire import WorkerFds
-from closeranks.agent.workers.zygote_process import ZygoteProcess, start_zygote
+from closeranks.agent.workers.zygote_handle import ZygoteProcess, start_zygote
 from closeranks.core.errors import CloseranksError, RunFailed, SetupError, decode
 from closeranks.core.system.linux import reap_orphans, set_child_subreaper
 
