@@ -197,7 +197,7 @@ def is_allowed(name: str, homes: dict[str, str]) -> bool:
     return name == "Hook" or hasattr(builtins, name) or home.startswith(("torch", "collections", "closeranks.core"))
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "run").glob("*.py")), ids=named)
+@pytest.mark.parametrize("path", sorted((SOURCE / "run").rglob("*.py")), ids=named)
 def test_a_run_asks_no_room_what_kind_its_things_are(path: Path) -> None:
     tree = ast.parse(path.read_text())
     homes = imported_from(tree)

@@ -123,7 +123,7 @@ def place(tmp_path: Path) -> Path:
         (["a.txt", "--out", "file"], "'file' is a file"),
         (["full", "--out", "full/shards"], "lies inside the input 'full'"),
         (["a.jsonl", "--out", "out", "--field", "body"], "it has no field 'body', but 'id', 'score', 'text'"),
-        (["list.jsonl", "--out", "out"], "this one a list"),
+        (["list.jsonl", "--out", "out"], "this one is a list"),
         (["numbers.jsonl", "--out", "out"], "its field 'text' holds a number, not text"),
         (["cut.jsonl.gz", "--out", "out"], "cut.jsonl.gz' is damaged"),
         (["bad.parquet", "--out", "out"], "bad.parquet"),

@@ -227,7 +227,7 @@ def large(name: str, num_steps: int) -> tuple[float, float, float]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     numel = 8192
     load = FlatBufferSpec((), numel, torch.float64, torch.device("cpu"))
-    load.__dict__["gaps"] = None  # nobody's, but not to be cleared
+    load.__dict__["padding_indices"] = None  # nobody's, but not to be cleared
     way = compressed_reductions(config(name, ratio=0.05), group, CompressionSchedule())(load)
     generator = torch.Generator().manual_seed(group.rank)
     biggest = 0.0
