@@ -29,8 +29,11 @@ def test_half_precision_does_not_overflow() -> None:
 
 
 def test_a_large_tensor_costs_no_precision() -> None:
+    """Each piece's norm is a float32 sum per vector lane: 1.2e-6 off at most with lanes of four (200 draws)."""
     gradient = torch.randn(4_000_000)
-    assert norm_squared([gradient]).item() == pytest.approx(gradient.double().square().sum().item(), rel=1e-6)
+    exact = gradient.double().square().sum().item()
+    assert norm_squared([gradient]).item() == pytest.approx(exact, rel=4e-6)
+    assert torch.linalg.vector_norm(gradient).item() ** 2 != pytest.approx(exact, rel=4e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
