@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from closeranks.core.protocols import Reducer
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
 from closeranks.parallel.fully_shard import _NarrowGather, shard_fully
@@ -42,7 +43,7 @@ def build() -> nn.Module:
     return nn.Sequential(block, nn.GELU(), copy.deepcopy(block), nn.Linear(64, 7)).cuda()
 
 
-def reducer_of(zero: int, hold: str, module: nn.Module, mesh: Any, precision: Precision) -> Any:
+def reducer_of(zero: int, hold: str, module: nn.Module, mesh: Any, precision: Precision) -> Reducer:
     if zero == 3:
         shard_fully(module, BLOCKS, mesh, precision=precision, hold=hold, prefetch=1)
         return FullyShardedReducer(local_parameters(module), [module], ALONE, ALONE, hold=hold)
@@ -57,7 +58,7 @@ def test_as_plain_autograd_and_without_a_host_sync(zero: int, hold: str, name: s
     plain, module = build(), build()
     chosen = freeze(module, CONFIG)
     reducer = reducer_of(zero, hold, module, mesh, precision)
-    ours = Optimizer(reducer.leaves(), chosen, CONFIG, num_steps=9)
+    ours = Optimizer(reducer.parameter_shards(), chosen, CONFIG, num_steps=9)
     theirs = Optimizer(whole_parameters(plain), freeze(plain, CONFIG), CONFIG, num_steps=9)
     batches = [torch.randn(5, 64, device=device) for _ in range(3)]
     factor, taken = torch.tensor(0.1, device=device), torch.tensor(1.0, device=device)
@@ -76,14 +77,14 @@ def test_as_plain_autograd_and_without_a_host_sync(zero: int, hold: str, name: s
             loss.backward()
             reducer.end_backward()
         reducer.finish()
-        norm = norm_squared(reducer.spoken(), device)
+        norm = norm_squared(reducer.primary_gradients(), device)
         ours.step(step, reducer.gradients(), factor, taken)
-        reducer.spread()
+        reducer.gather_parameters()
         reducer.release()
         torch.cuda.set_sync_debug_mode("default")
         assert norm.isfinite()
     whole = dict(plain.named_parameters())
-    for leaf in reducer.leaves():
+    for leaf in reducer.parameter_shards():
         expected = whole[leaf.piece.name].detach().view(leaf.tensor.shape)
         torch.testing.assert_close(leaf.tensor, expected, rtol=1e-5, atol=1e-6)
 
