@@ -288,7 +288,7 @@ def test_sigterm_to_a_worker_that_was_just_forked_is_not_lost(host: Host) -> Non
                 os.kill(one.pid, signal.SIGTERM)
 
     ignore = dict.fromkeys(("on_event", "on_output", "on_note"), lambda *_: None)
-    assert Agent(host.plan("drain", num_workers=1), on_turn=strike, **ignore).run().reason == "drained"
+    assert Agent(host.plan("drain", num_workers=1), on_tick=strike, **ignore).run().reason == "drained"
 
 
 def test_a_save_that_fails_in_a_drain_is_a_failure(host: Host) -> None:

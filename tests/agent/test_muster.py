@@ -4,14 +4,14 @@ from closeranks.agent.job.host_table import EVERY_S, HostWaitNotice
 
 
 def test_it_is_told_at_once_and_again_when_somebody_came_or_time_has_passed() -> None:
-    muster = HostWaitNotice(3, "closeranks agent --join a:1")
-    text, again = muster.check([], 100.0)
+    notice = HostWaitNotice(3, "closeranks agent --join a:1")
+    text, again = notice.check([], 100.0)
     assert text == "Waiting for 3 more hosts of 3. On each: closeranks agent --join a:1"
     assert again == 100.0 + EVERY_S
-    assert muster.check([], 101.0) == ("", again)
-    text, again = muster.check(["h0", "h1"], 102.0)
+    assert notice.check([], 101.0) == ("", again)
+    text, again = notice.check(["h0", "h1"], 102.0)
     assert text.startswith("Waiting for another host of 3; here: h0, h1. ")
-    assert muster.check(["h0", "h1"], 102.0 + EVERY_S)[0] == text
+    assert notice.check(["h0", "h1"], 102.0 + EVERY_S)[0] == text
 
 
 def test_with_enough_nothing_is_said() -> None:

@@ -18,23 +18,23 @@ from closeranks.agent.transport.host_connections import JoinEndpoint
 from closeranks.agent.transport.token import JobToken
 
 from .conftest import Host
-from .whistle import WHISTLE
+from .custom_request import CUSTOM
 
 pytestmark = pytest.mark.world
 
 
 def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path: Path) -> None:
     token, second = secrets.token_hex(32), []
-    door = JoinEndpoint("127.0.0.1", 0, JobToken(token.encode()))
+    endpoint = JoinEndpoint("127.0.0.1", 0, JobToken(token.encode()))
     plan = host.plan(
-        "torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, max_hosts=2, join_endpoint=door
+        "torch_entries:vote", 1, payload={"folder": str(tmp_path)}, num_hosts=2, max_hosts=2, join_endpoint=endpoint
     )
 
     def join(note: str) -> None:
         """The lead says how another host joins."""
         host.notes.append(note)
-        if (told := re.search(r"--join (\S+)", note)) and not second:
-            program = [sys.executable, str(Path(__file__).parent / "whistle.py"), told[1], token]
+        if (found := re.search(r"--join (\S+)", note)) and not second:
+            program = [sys.executable, str(Path(__file__).parent / "custom_request.py"), found[1], token]
             environment = {**os.environ, "CLOSERANKS_TEST": host.marker}
             second.append(subprocess.Popen(program, env=environment, stdout=subprocess.DEVNULL))
 
@@ -43,15 +43,15 @@ def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path:
     def ask(view: JobView) -> None:
         if host.named("ready") and not asked:
             asked.append(view)
-            assert agent._lead is not None
-            agent._lead.request(WHISTLE)
+            assert agent._controller is not None
+            agent._controller.request(CUSTOM)
 
     agent = Agent(
         plan,
         on_event=lambda rank, event: host.events.append((rank, event)),
         on_output=lambda rank, text: host.lines.append(text),
         on_note=join,
-        on_turn=ask,
+        on_tick=ask,
     )
     try:
         assert agent.run().statuses == {0: 0, 1: 0}
@@ -62,5 +62,5 @@ def test_nothing_between_who_asks_and_who_acts_knows_kinds(host: Host, tmp_path:
             process.wait()
     first, other = (json.loads((tmp_path / f"verdicts-{rank}.json").read_text()) for rank in range(2))
     assert first == other, "all ranks hear of it after the same step"
-    begin = first.index(["whistle"])
-    assert first == [[]] * begin + [["whistle"]] * (len(first) - begin)
+    begin = first.index(["custom"])
+    assert first == [[]] * begin + [["custom"]] * (len(first) - begin)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from whistle import WHISTLE
+from custom_request import CUSTOM
 
 from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.agent.workers.store_socket import store_address
@@ -46,18 +46,18 @@ def reduce(payload: dict[str, Any], link: WorkerLink) -> None:
 
 
 def vote(payload: dict[str, Any], link: WorkerLink) -> None:
-    """Votes step by step with what it is asked for, until every rank was asked to whistle by its own agent. Writes down
-    what came of every vote."""
+    """Votes step by step with what it is asked for, until every rank got the custom request from its own agent. Writes
+    down what came of every vote."""
     form_group(link)
     folder = Path(payload["folder"])
     world, scale, number = link.world, torch.ones(()), torch.ones((), dtype=torch.float64)
-    station, verdicts = Vote(RankGroup(world.rank, world.size), (), clip=0.0), []
+    voting, verdicts = Vote(RankGroup(world.rank, world.size), (), clip=0.0), []
     link.send_event({"event": "ready"})
     for step in itertools.count(1):
         link.progress(step, WorkerPhase.VOTE)
-        asked = link.poll()
-        heard = torch.tensor([float(WHISTLE in asked)], dtype=torch.float64)
-        outcome = station.cast(Ballot(number, number, number, {}, asked, extra={"heard": heard}), scale).read()
+        requests = link.poll()
+        heard = torch.tensor([float(CUSTOM in requests)], dtype=torch.float64)
+        outcome = voting.cast(Ballot(number, number, number, {}, requests, extra={"heard": heard}), scale).read()
         verdicts.append(sorted(request.kind for request in outcome.requests))
         if outcome.extra["heard"] == [world.size]:
             break

@@ -7,7 +7,7 @@
 
 Invariant: when ``run`` returns or raises, no process, port, shared memory or signal handler of its own is left. If the
 agent is killed, the kernel kills the zygote, then the zygote's workers, and frees the snapshot memory; a standby zygote
-(heir) ends when its control socket closes.
+ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Agent:
         on_event: Callable[[int, dict[str, Any]], None],
         on_output: Callable[[int, str], None],
         on_note: Callable[[str], None],
-        on_turn: OnTick | None = None,
+        on_tick: OnTick | None = None,
     ) -> None:
         self._plan = plan
-        self._listener = AgentCallbacks(self._on_event, on_output, on_note)
+        self._callbacks = AgentCallbacks(self._on_event, on_output, on_note)
         self._tell_event = on_event
-        self._on_turn = on_turn
+        self._on_tick = on_tick
         self._saved_step = -1
         """Step of the newest checkpoint to resume from, as far as the workers have reported; -1: there is none."""
-        self._lead: JobController | None = None
+        self._controller: JobController | None = None
         self._host: LocalHost | None = None
 
     def run(self) -> JobOutcome:
@@ -63,15 +63,19 @@ class Agent:
         plan = self._plan
         _make_folder(plan)
         with EventLoop() as loop, deliver_signals(loop, self._on_signal):
-            lead = self._lead = JobController(plan, loop, self._listener, self._on_turn, self._has_unsaved)
-            with LocalHost(plan, loop, lead.callbacks, name=socket.gethostname(), on_store=lead.announce_store) as host:
+            controller = self._controller = JobController(plan, loop, self._callbacks, self._on_tick, self._has_unsaved)
+            with LocalHost(
+                plan, loop, controller.callbacks, name=socket.gethostname(), on_store=controller.announce_store
+            ) as host:
                 self._host = host
                 try:
-                    outcome = lead.run(host)
+                    outcome = controller.run(host)
                 except CloseranksError as error:
                     raise self._rescued(host, error) from error.__cause__
-                self._tell_of_killed(outcome, lead.killed)
-                is_cut = bool(lead.killed) and lead.stop is not None and not self._is_at_once(lead.stop)
+                self._note_killed(outcome, controller.killed)
+                is_cut = (
+                    bool(controller.killed) and controller.stop is not None and not self._is_at_once(controller.stop)
+                )
                 return replace(outcome, rescued=self._rescue(host, plan.config.interrupt_s)) if is_cut else outcome
 
     def move_logs(self, folder: Path) -> None:
@@ -87,29 +91,33 @@ class Agent:
 
     def _rescued(self, host: LocalHost, error: CloseranksError) -> CloseranksError:
         """The run has failed: rescue its state, and add to the error where it was written."""
-        told = self._rescue(host)
+        sentence = self._rescue(host)
         if isinstance(error, RunFailed):  # only ``what`` is shown of it
-            error.what = f"{error.what}\n{told}".rstrip()
+            error.what = f"{error.what}\n{sentence}".rstrip()
         else:
-            error.fix = f"{error.fix} {told}".strip()
+            error.fix = f"{error.fix} {sentence}".strip()
         return error
 
-    def _rescue(self, host: LocalHost, patience_s: float = math.inf) -> str:
+    def _rescue(self, host: LocalHost, timeout_s: float = math.inf) -> str:
         """Write the snapshots that are newer than the newest checkpoint to disk; returns where, in a sentence. Every
         worker is gone by now, so the snapshots no longer change."""
         if not self._has_unsaved(host) or host.group_status.num_left:
             return ""
         return rescue_snapshots(
-            host.snapshot_memory, self._plan.log_folder.parent, host.name, patience_s, is_part=self._plan.max_hosts > 1
+            host.snapshot_memory, self._plan.log_folder.parent, host.name, timeout_s, is_part=self._plan.max_hosts > 1
         )
 
     def _has_unsaved(self, host: LocalHost) -> bool:
         """Whether snapshot memory holds a newer state than the newest checkpoint."""
-        kept = max(
-            (word.snapshot_step for word in (member.progress for member in host.workers) if word.snapshot_step),
+        newest = max(
+            (
+                progress.snapshot_step
+                for progress in (worker.progress for worker in host.workers)
+                if progress.snapshot_step
+            ),
             default=-1,
         )
-        return self._plan.rescues and kept > self._saved_step
+        return self._plan.rescues and newest > self._saved_step
 
     def _is_at_once(self, stop: ShutdownRequest) -> bool:
         """Whether the user has interrupted again, to stop without waiting."""
@@ -117,37 +125,37 @@ class Agent:
         return stop.deadline < stop.since + min(config.grace_s, config.interrupt_s)
 
     def _on_signal(self, signum: int) -> None:
-        lead = self._lead
+        controller = self._controller
         if signum != signal.SIGUSR1:
             self._on_stop(signum)
-        elif lead is None or not lead.has_generation or lead.stop is not None:
-            self._listener.on_note("SIGUSR1: there is nothing to save now.")
+        elif controller is None or not controller.has_generation or controller.stop is not None:
+            self._callbacks.on_note("SIGUSR1: there is nothing to save now.")
         else:
-            self._listener.on_note("SIGUSR1: all ranks save after the same step and continue.")
-            lead.request(SAVE)
+            self._callbacks.on_note("SIGUSR1: all ranks save after the same step and continue.")
+            controller.request(SAVE)
 
     def _on_stop(self, signum: int) -> None:
         """Report each signal in a note; the first is also passed to the workers."""
-        lead, config, now = self._lead, self._plan.config, time.monotonic()
-        assert lead is not None
-        last = lead.stop
-        lead.stop = shutdown_on_signal(last, signum, now, grace_s=config.grace_s, interrupt_s=config.interrupt_s)
-        if lead.stop == last:
+        controller, config, now = self._controller, self._plan.config, time.monotonic()
+        assert controller is not None
+        last = controller.stop
+        controller.stop = shutdown_on_signal(last, signum, now, grace_s=config.grace_s, interrupt_s=config.interrupt_s)
+        if controller.stop == last:
             return
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-        if not lead.has_generation or lead.stop.deadline <= now:
-            self._listener.on_note(f"{name}: stopping now.")
+        if not controller.has_generation or controller.stop.deadline <= now:
+            self._callbacks.on_note(f"{name}: stopping now.")
             return
         again = " Press it again to stop at once." if signum == signal.SIGINT else ""
-        patience = f"{lead.stop.deadline - now:.3g} s"
-        self._listener.on_note(f"{name}: finishing the step and saving, for at most {patience}.{again}")
+        grace = f"{controller.stop.deadline - now:.3g} s"
+        self._callbacks.on_note(f"{name}: finishing the step and saving, for at most {grace}.{again}")
         if last is None:
-            lead.request(DRAIN)
+            controller.request(DRAIN)
 
-    def _tell_of_killed(self, outcome: JobOutcome, killed: Sequence[int]) -> None:
+    def _note_killed(self, outcome: JobOutcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":
             last = " The last checkpoint is valid." if self._saved_step >= 0 else ""
-            self._listener.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")
+            self._callbacks.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")
 
 
 def _make_folder(plan: LaunchPlan) -> None:

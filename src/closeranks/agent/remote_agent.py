@@ -64,7 +64,7 @@ class RemoteAgent:
         self._loop: EventLoop | None = None
         self._client: ControlClient | None = None
         self._host: LocalHost | None = None
-        self._station: HostController | None = None
+        self._host_controller: HostController | None = None
         self._limits: FaultLimits | None = None
         self._folder = Path()
         self._job = ""
@@ -87,32 +87,32 @@ class RemoteAgent:
             )
             try:
                 while self._end is None:
-                    loop.run_once(self._turn())
+                    loop.run_once(self._tick())
                 return self._conclude(self._end)
             finally:
                 if self._host is not None:
                     self._host.__exit__(None, None, None)
                 self._client.close()
 
-    def _turn(self) -> float | None:
+    def _tick(self) -> float | None:
         assert self._client is not None
         self._client.wake()
-        if self._station is None and self._client.num_refused >= _MOST_REFUSED:
+        if self._host_controller is None and self._client.num_refused >= _MOST_REFUSED:
             fix = "Check that it is the leader, of this version, and pass its token (--token-file, CLOSERANKS_TOKEN)."
             raise SetupError(self._client.trouble.rstrip("."), fix)
         now = time.monotonic()
-        if self._host is not None and self._station is None:
-            self._open_station(self._host, now)
-        until = [self._client.deadline, self._leave_by, self._mind_deserted(now)]
-        if self._station is not None:
-            until.append(self._station.tick(now))
+        if self._host is not None and self._host_controller is None:
+            self._start_host_controller(self._host, now)
+        until = [self._client.deadline, self._leave_by, self._check_deserted(now)]
+        if self._host_controller is not None:
+            until.append(self._host_controller.tick(now))
         if self._leave_by is not None and now >= self._leave_by:
             self._end = self._end or ParticipationEnded("it was asked to leave")
         if self._end is not None:
             return now
         return min((at for at in until if at is not None), default=None)
 
-    def _mind_deserted(self, now: float) -> float | None:
+    def _check_deserted(self, now: float) -> float | None:
         since = self._client.deserted_at if self._client is not None else None
         if since is None or self._host is None:
             return None
@@ -122,72 +122,72 @@ class RemoteAgent:
 
     def _abandon(self, reason: str) -> None:
         """The leader is lost: end, with the snapshots written to disk once no worker is alive."""
-        if self._station is not None:
-            self._station.abandon(reason)
+        if self._host_controller is not None:
+            self._host_controller.abandon(reason)
         else:
             self._end = self._end or ParticipationEnded(reason, is_lost=True)
 
-    def _open_station(self, host: LocalHost, now: float) -> None:
+    def _start_host_controller(self, host: LocalHost, now: float) -> None:
         """Join once the zygote can fork."""
         if host.error is not None:
             raise host.error
         if not host.is_ready:
             return
         assert self._loop is not None
-        attention = HangMonitor(self._limits, self._loop) if self._limits else None
+        hang_monitor = HangMonitor(self._limits, self._loop) if self._limits else None
         follower = Follower(self._name, time.time_ns(), self._num_workers, now=now, give_up_s=_GIVE_UP_S)
-        self._station = HostController(host, follower, attention, LeaderLink(self._send, self._on_end))
+        self._host_controller = HostController(host, follower, hang_monitor, LeaderLink(self._send, self._on_end))
 
     # --- the connection to the leader
 
-    def _on_open(self, peer: ControlConnection) -> None:
+    def _on_open(self, connection: ControlConnection) -> None:
         """Request the plan on every connection: another job may be running at that address by now."""
-        peer.send(ASK_PLAN)
-        if self._station is not None:
-            self._station.on_connected()
+        connection.send(ASK_PLAN)
+        if self._host_controller is not None:
+            self._host_controller.on_connected()
 
-    def _on_message(self, peer: ControlConnection, fields: Any) -> None:
+    def _on_message(self, connection: ControlConnection, fields: Any) -> None:
         if isinstance(fields, dict) and fields.get("kind") == PLAN:
-            self._hear_plan(fields.get("plan"), fields.get("lead"), peer)
+            self._on_plan(fields.get("plan"), fields.get("lead"), connection)
             return
         try:
-            letter = Envelope.from_fields(fields)
+            envelope = Envelope.from_fields(fields)
         except ProtocolError as error:
-            peer.refuse(f"sent an invalid message: {error}")
+            connection.refuse(f"sent an invalid message: {error}")
             return
-        if self._station is not None:
-            self._station.receive(letter)
+        if self._host_controller is not None:
+            self._host_controller.receive(envelope)
 
-    def _on_close(self, peer: ControlConnection, why: str) -> None:
+    def _on_close(self, connection: ControlConnection, why: str) -> None:
         self._on_note(f"The leader at {self._address} {why}; looking for it again.")
-        if self._station is not None:
-            self._station.on_disconnected()
+        if self._host_controller is not None:
+            self._host_controller.on_disconnected()
 
-    def _send(self, letter: Envelope) -> None:
+    def _send(self, envelope: Envelope) -> None:
         assert self._client is not None
-        self._client.send(letter.to_fields())
+        self._client.send(envelope.to_fields())
 
     def _on_end(self, end: ParticipationEnded) -> None:
         self._end = end
 
     # --- this host
 
-    def _hear_plan(self, told: Any, lead: Any, peer: ControlConnection) -> None:
+    def _on_plan(self, fields: Any, leader: Any, connection: ControlConnection) -> None:
         if self._host is not None:
-            if told.get("job") != self._job:
+            if fields.get("job") != self._job:
                 self._abandon("another job runs there now")
             return
-        if lead == self._name:
+        if leader == self._name:
             if self._is_named:
-                raise SetupError(f"the leader's host is called {lead} too", "Give this one another --name.")
+                raise SetupError(f"the leader's host is called {leader} too", "Give this one another --name.")
             self._name = f"{self._name}-{os.getpid()}"
         try:
-            if told["version"] != __version__:
-                what = f"the leader has closeranks {told['version']}, this host {__version__}"
+            if fields["version"] != __version__:
+                what = f"the leader has closeranks {fields['version']}, this host {__version__}"
                 raise SetupError(what, "Install the same version on all hosts.")
-            plan = self._plan_of(told, peer.local_host)
+            plan = self._plan_of(fields, connection.local_host)
             self._folder.mkdir(parents=True, exist_ok=True)
-            os.chdir(told["cwd"])  # the job's relative paths start where its leader was started
+            os.chdir(fields["cwd"])  # the job's relative paths start where its leader was started
         except OSError as error:
             fix = "Run folder and working folder must be on a file system that all hosts share, under the same path."
             raise SetupError(f"{error.filename or self._folder} cannot be used here ({error.strerror})", fix) from None
@@ -196,24 +196,24 @@ class RemoteAgent:
             raise SetupError(f"the leader's plan cannot be read ({error})", fix) from None
         self._start_host(plan)
 
-    def _plan_of(self, told: dict[str, Any], local_host: str) -> LaunchPlan:
-        self._job, self._folder = told["job"], Path(told["log_folder"])
-        self._limits = FaultLimits(**told["limits"]) if told["limits"] else None
-        threads = int(told["threads"]) or thread_limit() or max(1, _num_cores() // self._num_workers)
-        survival = None
+    def _plan_of(self, fields: dict[str, Any], local_host: str) -> LaunchPlan:
+        self._job, self._folder = fields["job"], Path(fields["log_folder"])
+        self._limits = FaultLimits(**fields["limits"]) if fields["limits"] else None
+        threads = int(fields["threads"]) or thread_limit() or max(1, _num_cores() // self._num_workers)
+        settings = None
         if self._limits is not None:  # the leader decides about recovery, so the callbacks are stubs
-            survival = RecoverySettings(self._limits, lambda *_: None, lambda step: "", warm_up=told["warm"])
+            settings = RecoverySettings(self._limits, lambda *_: None, lambda step: "", warm_up=fields["warm"])
         return LaunchPlan(
             num_workers=self._num_workers,
-            entry=told["entry"],
-            payload=told["payload"],
+            entry=fields["entry"],
+            payload=fields["payload"],
             log_folder=self._folder,
             environment=child_environment(threads),
             config=AgentConfig(host=local_host),
-            preload=tuple(told["preload"]),
-            sys_path=tuple(told["sys_path"]),
-            recovery_settings=survival,
-            is_elastic=survival is not None,
+            preload=tuple(fields["preload"]),
+            sys_path=tuple(fields["sys_path"]),
+            recovery_settings=settings,
+            is_elastic=settings is not None,
             zygote_log=f"zygote-{self._name}.log",
         )
 
@@ -221,41 +221,41 @@ class RemoteAgent:
         assert self._loop is not None
         workers = "1 worker" if self._num_workers == 1 else f"{self._num_workers} workers"
         self._on_note(f"Joining the job at {self._address} as {self._name} with {workers}; its run is {self._run}.")
-        ears = AgentCallbacks(self._on_event, self._on_output, self._tell)
-        self._host = LocalHost(plan, self._loop, ears, name=self._name, on_store=self._on_store)
+        callbacks = AgentCallbacks(self._on_event, self._on_output, self._note)
+        self._host = LocalHost(plan, self._loop, callbacks, name=self._name, on_store=self._on_store)
 
     @property
     def _run(self) -> Path:
         return self._folder.parent
 
-    def _tell(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         """Show a note to the user, here and where the job was started."""
         self._on_note(text)
-        if self._station is not None:
-            self._station.callbacks.on_note(text)
+        if self._host_controller is not None:
+            self._host_controller.callbacks.on_note(text)
 
     def _on_event(self, rank: int, fields: dict[str, Any]) -> None:
         """Relay rank 0's events only: those of other ranks are in their own files, and would only load the leader."""
-        if self._station is not None and rank == 0:
-            self._station.callbacks.on_event(rank, fields)
+        if self._host_controller is not None and rank == 0:
+            self._host_controller.callbacks.on_event(rank, fields)
 
     def _on_output(self, rank: int, line: str) -> None:
-        if self._station is not None:
-            self._station.callbacks.on_output(rank, line)
+        if self._host_controller is not None:
+            self._host_controller.callbacks.on_output(rank, line)
 
     def _on_store(self, address: str) -> None:
-        if self._station is not None:
-            self._station.announce_store(address)
+        if self._host_controller is not None:
+            self._host_controller.announce_store(address)
 
     def _on_signal(self, signum: int) -> None:
         if signum == signal.SIGUSR1:
             self._on_note("SIGUSR1: only the leader can save. Send it there.")
-        elif self._leave_by is not None or self._station is None:
+        elif self._leave_by is not None or self._host_controller is None:
             self._end = self._end or ParticipationEnded("it was asked to leave")
         else:
             self._leave_by = time.monotonic() + _LEAVE_S
             self._on_note("Leaving the job at the next step. Send the signal again to leave at once.")
-            self._station.leave("it was asked to leave")
+            self._host_controller.leave("it was asked to leave")
 
     def _conclude(self, end: ParticipationEnded) -> str:
         must_rescue = end.is_lost or end.rescues

@@ -1,4 +1,4 @@
-"""Who is given up, and when: by made-up words, and by real processes that hang in every way we know."""
+"""Who is given up, and when: by made-up progress, and by real processes that hang in every way we know."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from closeranks.agent.detection.process_probe import (
     sample_processes,
 )
 from closeranks.agent.detection.progress import STEADY, SharedProgress, WorkerPhase, WorkerProgress, create_progress_fd
-from tests.agent.nest import HUNG_STEP, Nest, Order, open_nest
+from tests.agent.world_forker import HUNG_STEP, Order, WorldForker, open_world_forker
 
 KNOWN = dict.fromkeys(WorkerPhase, 0.005)
 DEADLINES = HangDeadlines(floor_s=5.0, factor=8.0, first_s=600.0)
 
 
-def _word(
+def _progress(
     step: int, phase: WorkerPhase, at: float, tick: int = 0, longest: Mapping[WorkerPhase, float] = KNOWN
 ) -> WorkerProgress:
     return WorkerProgress(step, phase, at, tick, longest=dict(longest))
@@ -89,46 +89,51 @@ def test_no_deadline_is_below_the_floor_nor_below_the_factor(
 
 def test_who_waits_is_not_given_up_while_the_one_behind_is_within_its_deadline() -> None:
     slow = {**KNOWN, WorkerPhase.COMPUTE: 60.0}
-    words = {0: _word(7, WorkerPhase.REDUCE, 10.0), 1: _word(7, WorkerPhase.COMPUTE, 5.0, longest=slow)}
-    assert find_hang(words, 400.0, DEADLINES) is None
-    still = find_hang(words, 486.0, DEADLINES)
-    assert still == Hang((1,), 7, WorkerPhase.COMPUTE, 5.0, 480.0)
-    assert still.culprit == 1
+    progress_of = {0: _progress(7, WorkerPhase.REDUCE, 10.0), 1: _progress(7, WorkerPhase.COMPUTE, 5.0, longest=slow)}
+    assert find_hang(progress_of, 400.0, DEADLINES) is None
+    hang = find_hang(progress_of, 486.0, DEADLINES)
+    assert hang == Hang((1,), 7, WorkerPhase.COMPUTE, 5.0, 480.0)
+    assert hang.culprit == 1
 
 
 def test_a_hook_of_one_rank_keeps_all_others_alive() -> None:
-    words = {
-        0: _word(7, WorkerPhase.HOOK, 10.0),
-        1: _word(8, WorkerPhase.REDUCE, 10.0),
-        2: _word(7, WorkerPhase.EVALUATE, 10.0),
+    progress_of = {
+        0: _progress(7, WorkerPhase.HOOK, 10.0),
+        1: _progress(8, WorkerPhase.REDUCE, 10.0),
+        2: _progress(7, WorkerPhase.EVALUATE, 10.0),
     }
-    assert find_hang(words, 600.0, DEADLINES) is None
+    assert find_hang(progress_of, 600.0, DEADLINES) is None
 
 
 def test_a_compiler_keeps_those_alive_that_wait_for_it_in_the_same_forward() -> None:
-    words = {0: _word(7, WorkerPhase.COMPUTE, 10.0), 1: _word(7, WorkerPhase.COMPILE, 10.0)}
-    assert find_hang(words, 600.0, DEADLINES) is None
+    progress_of = {0: _progress(7, WorkerPhase.COMPUTE, 10.0), 1: _progress(7, WorkerPhase.COMPILE, 10.0)}
+    assert find_hang(progress_of, 600.0, DEADLINES) is None
 
 
 def test_all_alike_stand_still_together_by_the_last_of_them_and_the_slowest() -> None:
     slow = {**KNOWN, WorkerPhase.COMPUTE: 1.0}
-    words = {0: _word(7, WorkerPhase.COMPUTE, 10.0), 1: _word(7, WorkerPhase.COMPUTE, 11.0, longest=slow)}
-    assert find_hang(words, 18.9, DEADLINES) is None
-    still = find_hang(words, 19.1, DEADLINES)
-    assert still is not None
-    assert (still.suspects, still.culprit) == ((0, 1), None)
+    progress_of = {0: _progress(7, WorkerPhase.COMPUTE, 10.0), 1: _progress(7, WorkerPhase.COMPUTE, 11.0, longest=slow)}
+    assert find_hang(progress_of, 18.9, DEADLINES) is None
+    hang = find_hang(progress_of, 19.1, DEADLINES)
+    assert hang is not None
+    assert (hang.suspects, hang.culprit) == ((0, 1), None)
 
 
 def test_who_has_done_fewer_micro_batches_is_behind() -> None:
-    words = {0: _word(7, WorkerPhase.COMPUTE, 10.0, tick=2), 1: _word(7, WorkerPhase.COMPUTE, 10.0, tick=1)}
-    still = find_hang(words, 16.0, DEADLINES)
-    assert still is not None
-    assert still.suspects == (1,)
+    progress_of = {
+        0: _progress(7, WorkerPhase.COMPUTE, 10.0, tick=2),
+        1: _progress(7, WorkerPhase.COMPUTE, 10.0, tick=1),
+    }
+    hang = find_hang(progress_of, 16.0, DEADLINES)
+    assert hang is not None
+    assert hang.suspects == (1,)
 
 
 def test_ticks_say_nothing_outside_the_forward() -> None:
     """A short last step leaves some replicas with fewer micro-batches."""
-    assert position(_word(3, WorkerPhase.REDUCE, 0.0, tick=1)) == position(_word(3, WorkerPhase.REDUCE, 0.0, tick=2))
+    assert position(_progress(3, WorkerPhase.REDUCE, 0.0, tick=1)) == position(
+        _progress(3, WorkerPhase.REDUCE, 0.0, tick=2)
+    )
 
 
 def test_nobody_is_left_to_judge() -> None:
@@ -145,23 +150,23 @@ def test_nobody_is_left_to_judge() -> None:
 def test_whoever_is_named_is_as_far_behind_as_any_and_older_than_its_deadline(
     drawn: dict[int, tuple[int, WorkerPhase, float, int]],
 ) -> None:
-    words = {rank: _word(*one) for rank, one in drawn.items()}
-    still = find_hang(words, 101.0, HangDeadlines(1.0, 8.0, 60.0))
-    if still is None:
+    progress_of = {rank: _progress(*one) for rank, one in drawn.items()}
+    hang = find_hang(progress_of, 101.0, HangDeadlines(1.0, 8.0, 60.0))
+    if hang is None:
         return
-    assert {position(words[rank]) for rank in still.suspects} == {min(map(position, words.values()))}
-    assert all(101.0 - words[rank].at > 1.0 for rank in still.suspects)
+    assert {position(progress_of[rank]) for rank in hang.suspects} == {min(map(position, progress_of.values()))}
+    assert all(101.0 - progress_of[rank].at > 1.0 for rank in hang.suspects)
 
 
 # --- over time
 
 
 def _look_along(
-    watch: HangDetector, words: Mapping[int, WorkerProgress], states: Mapping[int, str], times: list[float]
+    watch: HangDetector, progress_of: Mapping[int, WorkerProgress], states: Mapping[int, str], times: list[float]
 ) -> float:
     """When the verdict falls."""
     for now in times:
-        if watch.check(words, states, now) is not None:
+        if watch.check(progress_of, states, now) is not None:
             return now
     return float("inf")
 
@@ -171,43 +176,45 @@ def _every(seconds: float, first: float, last: float) -> list[float]:
 
 
 def test_a_stopped_process_is_given_up_soon_whatever_it_was_at() -> None:
-    words = {0: _word(8, WorkerPhase.REDUCE, 10.0), 1: _word(7, WorkerPhase.SAVE, 10.0)}
-    at = _look_along(HangDetector(DEADLINES), words, {0: "S", 1: "T"}, _every(0.5, 9.0, 30.0))
+    progress_of = {0: _progress(8, WorkerPhase.REDUCE, 10.0), 1: _progress(7, WorkerPhase.SAVE, 10.0)}
+    at = _look_along(HangDetector(DEADLINES), progress_of, {0: "S", 1: "T"}, _every(0.5, 9.0, 30.0))
     assert 11.0 <= at <= 13.0
-    quick = _look_along(HangDetector(replace(DEADLINES, floor_s=0.8)), words, {0: "S", 1: "T"}, _every(0.2, 9.0, 30.0))
+    quick = _look_along(
+        HangDetector(replace(DEADLINES, floor_s=0.8)), progress_of, {0: "S", 1: "T"}, _every(0.2, 9.0, 30.0)
+    )
     assert 9.8 <= quick < 11.0, "never later than anybody else"
-    assert _look_along(HangDetector(DEADLINES), words, {0: "S", 1: "t"}, _every(0.5, 9.0, 30.0)) > 30.0
+    assert _look_along(HangDetector(DEADLINES), progress_of, {0: "S", 1: "t"}, _every(0.5, 9.0, 30.0)) > 30.0
 
 
 def test_one_that_is_stopped_now_and_then_but_goes_on_is_left_alone() -> None:
     watch = HangDetector(DEADLINES)
     for number, now in enumerate(_every(0.5, 10.0, 30.0)):
-        words = {0: _word(7 + number, WorkerPhase.COMPUTE, now)}
-        assert watch.check(words, {0: "T"}, now) is None
+        progress_of = {0: _progress(7 + number, WorkerPhase.COMPUTE, now)}
+        assert watch.check(progress_of, {0: "T"}, now) is None
 
 
 def test_time_in_which_the_agent_was_held_up_itself_counts_for_nobody() -> None:
-    watch, words = HangDetector(DEADLINES), {0: _word(7, WorkerPhase.COMPUTE, 10.0)}
-    assert watch.check(words, {0: "S"}, 10.5) is None
-    assert watch.check(words, {0: "S"}, 500.0) is None
-    at = _look_along(watch, words, {0: "S"}, _every(0.5, 500.5, 600.0))
+    watch, progress_of = HangDetector(DEADLINES), {0: _progress(7, WorkerPhase.COMPUTE, 10.0)}
+    assert watch.check(progress_of, {0: "S"}, 10.5) is None
+    assert watch.check(progress_of, {0: "S"}, 500.0) is None
+    at = _look_along(watch, progress_of, {0: "S"}, _every(0.5, 500.5, 600.0))
     assert 505.0 < at < 506.0
 
 
 def test_what_a_generation_learned_holds_for_the_first_steps_of_the_next() -> None:
     watch = HangDetector(DEADLINES)
-    watch.check({0: _word(7, WorkerPhase.COMPUTE, 10.0, longest={WorkerPhase.COMPUTE: 10.0})}, {}, 10.5)
+    watch.check({0: _progress(7, WorkerPhase.COMPUTE, 10.0, longest={WorkerPhase.COMPUTE: 10.0})}, {}, 10.5)
     watch.begin()
-    words = {0: _word(7, WorkerPhase.COMPUTE, 20.0, longest={})}
-    assert 100.0 <= _look_along(watch, words, {}, _every(0.5, 20.0, 200.0)) <= 101.0
+    progress_of = {0: _progress(7, WorkerPhase.COMPUTE, 20.0, longest={})}
+    assert 100.0 <= _look_along(watch, progress_of, {}, _every(0.5, 20.0, 200.0)) <= 101.0
 
 
 def test_longest_of_all_ranks_and_generations() -> None:
-    words = [
-        _word(1, WorkerPhase.DATA, 0, longest={WorkerPhase.DATA: 1.0}),
-        _word(1, WorkerPhase.DATA, 0, longest={WorkerPhase.DATA: 3.0}),
+    progress_of = [
+        _progress(1, WorkerPhase.DATA, 0, longest={WorkerPhase.DATA: 1.0}),
+        _progress(1, WorkerPhase.DATA, 0, longest={WorkerPhase.DATA: 3.0}),
     ]
-    assert longest_by_phase(words, {WorkerPhase.DATA: 2.0, WorkerPhase.VOTE: 1.0}) == {
+    assert longest_by_phase(progress_of, {WorkerPhase.DATA: 2.0, WorkerPhase.VOTE: 1.0}) == {
         WorkerPhase.DATA: 3.0,
         WorkerPhase.VOTE: 1.0,
     }
@@ -241,7 +248,7 @@ def test_a_healthy_job_is_left_alone_at_any_step_time_with_evaluations_saves_hoo
                 spent_s = min(spent_s * 3, 590.0)
             spent_s = min(spent_s, 590.0)
             for now in [at + spent_s * part / 4 for part in range(1, 5)]:
-                assert watch.check({0: _word(step, phase, at, longest=longest)}, {0: "S"}, now) is None
+                assert watch.check({0: _progress(step, phase, at, longest=longest)}, {0: "S"}, now) is None
             again = phase in STEADY and phase in longest
             longest[phase] = max(spent_s, longest[phase] * 0.95 if again else longest.get(phase, 0.0))
             seen.add(phase)
@@ -253,7 +260,7 @@ LOCK, ELSEWHERE = ProcessSample("S", "lock"), ProcessSample("S", "230")
 
 
 @pytest.mark.parametrize(
-    ("sights", "named"),
+    ("samples", "named"),
     [
         ({0: LOCK, 1: ELSEWHERE, 2: LOCK}, (1,)),
         ({0: LOCK, 1: ProcessSample("R", "running", 0.9), 2: LOCK}, (1,)),
@@ -267,29 +274,29 @@ LOCK, ELSEWHERE = ProcessSample("S", "lock"), ProcessSample("S", "230")
         ({}, (0, 1, 2)),
     ],
 )
-def test_blame(sights: dict[int, ProcessSample], named: tuple[int, ...]) -> None:
-    still = Hang((0, 1, 2), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
-    assert narrow_by_kernel(still, sights).suspects == named
+def test_blame(samples: dict[int, ProcessSample], named: tuple[int, ...]) -> None:
+    hang = Hang((0, 1, 2), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
+    assert narrow_by_kernel(hang, samples).suspects == named
 
 
 def test_all_may_be_stopped() -> None:
-    still = narrow_by_kernel(
+    hang = narrow_by_kernel(
         Hang((0, 1), 7, WorkerPhase.COMPUTE, 10.0, 5.0), {0: ProcessSample("T"), 1: ProcessSample("T")}
     )
-    assert (still.suspects, still.kind) == ((0, 1), "stopped")
+    assert (hang.suspects, hang.kind) == ((0, 1), "stopped")
 
 
 def test_who_is_elsewhere_in_python_than_most_is_named_and_half_is_not_most() -> None:
-    still = Hang((0, 1, 2, 3), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
-    assert narrow_by_stack(still, {0: "a", 1: "b", 2: "a", 3: "a"}).suspects == (1,)
-    assert narrow_by_stack(still, {0: "a", 1: "b", 2: "a", 3: "b"}).suspects == (0, 1, 2, 3)
-    assert narrow_by_stack(still, {}).suspects == (0, 1, 2, 3)
+    hang = Hang((0, 1, 2, 3), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
+    assert narrow_by_stack(hang, {0: "a", 1: "b", 2: "a", 3: "a"}).suspects == (1,)
+    assert narrow_by_stack(hang, {0: "a", 1: "b", 2: "a", 3: "b"}).suspects == (0, 1, 2, 3)
+    assert narrow_by_stack(hang, {}).suspects == (0, 1, 2, 3)
 
 
 def test_the_cause_is_one_line_for_people() -> None:
-    still = Hang((1,), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
-    assert still.cause(15.2) == "made no progress for 5.2 s, computing gradients"
-    stopped = replace(still, is_stopped=True, phase=WorkerPhase.DATA)
+    hang = Hang((1,), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
+    assert hang.cause(15.2) == "made no progress for 5.2 s, computing gradients"
+    stopped = replace(hang, is_stopped=True, phase=WorkerPhase.DATA)
     assert stopped.cause(15.2) == "was stopped by a signal for 5.2 s, waiting for data"
 
 
@@ -299,28 +306,32 @@ HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 def test_a_host_whose_workers_only_wait_accuses_nobody() -> None:
-    words = {rank: _word(7, WorkerPhase.REDUCE, 10.0) for rank in (0, 1, 2)} | {3: _word(7, WorkerPhase.COMPUTE, 10.0)}
+    progress_of = {rank: _progress(7, WorkerPhase.REDUCE, 10.0) for rank in (0, 1, 2)} | {
+        3: _progress(7, WorkerPhase.COMPUTE, 10.0)
+    }
     waiting, behind = Hang((0, 1), 7, WorkerPhase.REDUCE, 10.0, 5.0), Hang((3,), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
-    assert merge_hangs({"a": waiting}, HOSTS, words) is None
-    assert merge_hangs({"a": waiting, "b": behind}, HOSTS, words) == behind
+    assert merge_hangs({"a": waiting}, HOSTS, progress_of) is None
+    assert merge_hangs({"a": waiting, "b": behind}, HOSTS, progress_of) == behind
 
 
 def test_where_all_are_alike_the_host_that_knows_why_is_believed() -> None:
-    words = {rank: _word(7, WorkerPhase.COMPUTE, 10.0) for rank in HOSTS}
+    progress_of = {rank: _progress(7, WorkerPhase.COMPUTE, 10.0) for rank in HOSTS}
     waiting = Hang((0, 1), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
     sharp = Hang((3,), 7, WorkerPhase.COMPUTE, 10.0, 5.0, why="asleep, and not in a collective")
-    assert merge_hangs({"b": sharp}, HOSTS, words) is None
-    assert merge_hangs({"a": waiting, "b": sharp}, HOSTS, words) == sharp
-    both = merge_hangs({"a": waiting, "b": replace(sharp, suspects=(2, 3), why="")}, HOSTS, words)
+    assert merge_hangs({"b": sharp}, HOSTS, progress_of) is None
+    assert merge_hangs({"a": waiting, "b": sharp}, HOSTS, progress_of) == sharp
+    both = merge_hangs({"a": waiting, "b": replace(sharp, suspects=(2, 3), why="")}, HOSTS, progress_of)
     assert both is not None
     assert both.suspects == (0, 1, 2, 3)
 
 
 def test_a_stopped_rank_is_certain_and_a_claim_that_is_overtaken_is_void() -> None:
-    words = {rank: _word(7, WorkerPhase.COMPUTE, 10.0) for rank in HOSTS} | {3: _word(8, WorkerPhase.COMPUTE, 11.0)}
+    progress_of = {rank: _progress(7, WorkerPhase.COMPUTE, 10.0) for rank in HOSTS} | {
+        3: _progress(8, WorkerPhase.COMPUTE, 11.0)
+    }
     stopped = Hang((2,), 7, WorkerPhase.COMPUTE, 10.0, 5.0, is_stopped=True)
-    assert merge_hangs({"b": stopped}, HOSTS, words) == stopped
-    assert merge_hangs({"b": replace(stopped, suspects=(3,))}, HOSTS, words) is None
+    assert merge_hangs({"b": stopped}, HOSTS, progress_of) == stopped
+    assert merge_hangs({"b": replace(stopped, suspects=(3,))}, HOSTS, progress_of) is None
     assert merge_hangs({}, HOSTS, {}) is None
 
 
@@ -328,8 +339,8 @@ def test_a_stopped_rank_is_certain_and_a_claim_that_is_overtaken_is_void() -> No
 
 
 @pytest.fixture(scope="module")
-def nest() -> Iterator[Nest]:
-    with open_nest() as opened:
+def forker() -> Iterator[WorldForker]:
+    with open_world_forker() as opened:
         yield opened
 
 
@@ -338,41 +349,41 @@ QUICK = HangDeadlines(floor_s=0.8, factor=8.0, first_s=60.0)
 
 @dataclass
 class Found:
-    still: Hang | None
+    hang: Hang | None
     after_s: float = 0.0
     """From the culprit's last sign of life to the verdict."""
 
 
-def _watch(nest: Nest, order: Order, *, stop_rank: int | None = None, patience_s: float = 30.0) -> Found:
-    """What an agent does: read the words, ask the kernel, and name."""
-    fds = [create_progress_fd() for _ in order.words]
-    words = [SharedProgress(fd) for fd in fds]
-    order = replace(order, words=[f"/proc/{os.getpid()}/fd/{fd}" for fd in fds])
-    pids = nest.hatch(order)
+def _watch(forker: WorldForker, order: Order, *, stop_rank: int | None = None, patience_s: float = 30.0) -> Found:
+    """What an agent does: read the progress, ask the kernel, and name."""
+    fds = [create_progress_fd() for _ in order.progress_paths]
+    shared = [SharedProgress(fd) for fd in fds]
+    order = replace(order, progress_paths=[f"/proc/{os.getpid()}/fd/{fd}" for fd in fds])
+    pids = forker.fork(order)
     try:
         watch, begun_at = HangDetector(QUICK), time.monotonic()
         while (now := time.monotonic()) < begun_at + patience_s:
-            seen = {rank: word.read() for rank, word in enumerate(words)}
+            seen = {rank: one.read() for rank, one in enumerate(shared)}
             if stop_rank is not None and (seen[stop_rank].step or 0) > HUNG_STEP:
                 os.kill(pids[stop_rank], signal.SIGSTOP)
                 stop_rank = None
-            still = watch.check(seen, {rank: kernel_state(pid) for rank, pid in enumerate(pids)}, now)
-            if still is not None:
-                return Found(_name(still, pids, order), now - still.since)
+            hang = watch.check(seen, {rank: kernel_state(pid) for rank, pid in enumerate(pids)}, now)
+            if hang is not None:
+                return Found(_name(hang, pids, order), now - hang.since)
             time.sleep(watch.every_s)
         return Found(None)
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for word, fd in zip(words, fds, strict=True):
-            word.close()
+        for one, fd in zip(shared, fds, strict=True):
+            one.close()
             os.close(fd)
 
 
-def _name(still: Hang, pids: list[int], order: Order) -> Hang:
-    if still.culprit is None and not still.is_stopped:
-        still = narrow_by_kernel(still, sample_processes({rank: pids[rank] for rank in still.suspects}))
-    if still.culprit is None:
+def _name(hang: Hang, pids: list[int], order: Order) -> Hang:
+    if hang.culprit is None and not hang.is_stopped:
+        hang = narrow_by_kernel(hang, sample_processes({rank: pids[rank] for rank in hang.suspects}))
+    if hang.culprit is None:
         pidfds = [os.pidfd_open(pid) for pid in pids]
         ask_for_stacks(pidfds)
         deadline, places = time.monotonic() + 2.0, dict[int, str]()
@@ -383,31 +394,33 @@ def _name(still: Hang, pids: list[int], order: Order) -> Hang:
             time.sleep(0.02)
         for pidfd in pidfds:
             os.close(pidfd)
-        still = narrow_by_stack(still, places)
-    return still
+        hang = narrow_by_stack(hang, places)
+    return hang
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apart", "collectives inside"])
 @pytest.mark.parametrize("kind", ["sleep", "collective", "busy", "lock held", "deadlock"])
-def test_the_rank_that_hangs_is_named_in_time(nest: Nest, tmp_path: Path, kind: str, is_inside: bool) -> None:
-    found = _watch(nest, Order(["", "", ""], str(tmp_path), kind, is_inside))
-    assert found.still is not None
-    assert (found.still.culprit, found.still.kind) == (1, "hang")
-    assert (found.still.step, found.still.phase) == (HUNG_STEP, WorkerPhase.COMPUTE)
+def test_the_rank_that_hangs_is_named_in_time(forker: WorldForker, tmp_path: Path, kind: str, is_inside: bool) -> None:
+    found = _watch(forker, Order(["", "", ""], str(tmp_path), kind, is_inside))
+    assert found.hang is not None
+    assert (found.hang.culprit, found.hang.kind) == (1, "hang")
+    assert (found.hang.step, found.hang.phase) == (HUNG_STEP, WorkerPhase.COMPUTE)
     assert QUICK.floor_s <= found.after_s < QUICK.floor_s + 1.5
 
 
 @pytest.mark.world
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apart", "collectives inside"])
-def test_a_rank_that_is_stopped_from_outside_is_named_in_time(nest: Nest, tmp_path: Path, is_inside: bool) -> None:
-    found = _watch(nest, Order(["", "", ""], str(tmp_path), "none", is_inside), stop_rank=1)
-    assert found.still is not None
-    assert (found.still.culprit, found.still.kind) == (1, "stopped")
+def test_a_rank_that_is_stopped_from_outside_is_named_in_time(
+    forker: WorldForker, tmp_path: Path, is_inside: bool
+) -> None:
+    found = _watch(forker, Order(["", "", ""], str(tmp_path), "none", is_inside), stop_rank=1)
+    assert found.hang is not None
+    assert (found.hang.culprit, found.hang.kind) == (1, "stopped")
     assert found.after_s < QUICK.floor_s + 1.5
 
 
 @pytest.mark.world
-def test_ranks_that_are_well_are_left_alone(nest: Nest, tmp_path: Path) -> None:
+def test_ranks_that_are_well_are_left_alone(forker: WorldForker, tmp_path: Path) -> None:
     """Steps of a few milliseconds with an evaluation of 0.3 s now and then."""
-    assert _watch(nest, Order(["", "", ""], str(tmp_path), "well"), patience_s=4.0).still is None
+    assert _watch(forker, Order(["", "", ""], str(tmp_path), "well"), patience_s=4.0).hang is None

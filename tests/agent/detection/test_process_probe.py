@@ -72,14 +72,14 @@ def test_a_stopped_process_is_t_and_does_not_answer() -> None:
 )
 def test_who_sleeps_on_a_lock_is_told_from_who_sleeps_elsewhere_or_works(code: str, call: str, is_busy: bool) -> None:
     with _process(code) as process:
-        sight = sample_processes({0: process.pid})[0]
+        sample = sample_processes({0: process.pid})[0]
         deadline = time.monotonic() + 120  # others may use the processors
-        while (sight.load > 0.3) != is_busy and time.monotonic() < deadline:
-            sight = sample_processes({0: process.pid})[0]
-    assert (sight.load > 0.3) == is_busy
+        while (sample.load > 0.3) != is_busy and time.monotonic() < deadline:
+            sample = sample_processes({0: process.pid})[0]
+    assert (sample.load > 0.3) == is_busy
     if not is_busy:
-        assert sight.state == "S"
-        assert (sight.call if sight.call == "lock" else "other") == call
+        assert sample.state == "S"
+        assert (sample.call if sample.call == "lock" else "other") == call
 
 
 def test_stacks_come_even_while_the_interpreters_lock_is_held() -> None:

@@ -24,33 +24,33 @@ from closeranks.agent.detection.progress import (
 
 
 @pytest.fixture
-def word() -> Iterator[SharedProgress]:
+def shared() -> Iterator[SharedProgress]:
     fd = create_progress_fd()
-    word = SharedProgress(fd)
+    shared = SharedProgress(fd)
     os.close(fd)
-    yield word
-    word.close()
+    yield shared
+    shared.close()
 
 
-def test_a_fresh_word_is_at_no_step(word: SharedProgress) -> None:
-    fresh = word.read()
+def test_a_fresh_word_is_at_no_step(shared: SharedProgress) -> None:
+    fresh = shared.read()
     assert fresh == WorkerProgress(None, WorkerPhase.START, fresh.at)
     before = time.monotonic()
-    word.write(2**40, WorkerPhase.SAVE)
-    seen = word.read()
+    shared.write(2**40, WorkerPhase.SAVE)
+    seen = shared.read()
     assert (seen.step, seen.phase, seen.snapshot_step) == (2**40, WorkerPhase.SAVE, None)
     assert before - 1e-6 <= seen.at <= time.monotonic()
 
 
-def test_what_a_worker_notes_can_be_read(word: SharedProgress) -> None:
-    word.write(3, WorkerPhase.COMPUTE)
-    word.micro_batch_done()
-    word.micro_batch_done()
-    word.micro_batch_done(counts=False)
-    word.note_snapshot(2)
-    word.note_compute_time(0.5, lane=1)
-    word.note_compute_time(0.25, lane=1)
-    seen = word.read()
+def test_what_a_worker_notes_can_be_read(shared: SharedProgress) -> None:
+    shared.write(3, WorkerPhase.COMPUTE)
+    shared.micro_batch_done()
+    shared.micro_batch_done()
+    shared.micro_batch_done(counts=False)
+    shared.note_snapshot(2)
+    shared.note_compute_time(0.5, pipeline_rank=1)
+    shared.note_compute_time(0.25, pipeline_rank=1)
+    seen = shared.read()
     assert (
         seen.micro_batches_done,
         seen.snapshot_step,
@@ -59,17 +59,17 @@ def test_what_a_worker_notes_can_be_read(word: SharedProgress) -> None:
         seen.num_timed,
         seen.pipeline_rank,
     ) == (2, 2, 0.25, 0.75, 2, 1)
-    word.write(3, WorkerPhase.REDUCE)
-    assert word.read().micro_batches_done == 2
-    word.write(4, WorkerPhase.COMPUTE)
-    assert word.read().micro_batches_done == 0
+    shared.write(3, WorkerPhase.REDUCE)
+    assert shared.read().micro_batches_done == 2
+    shared.write(4, WorkerPhase.COMPUTE)
+    assert shared.read().micro_batches_done == 0
 
 
-def test_a_tick_is_a_sign_of_life(word: SharedProgress) -> None:
-    word.write(3, WorkerPhase.COMPUTE)
-    at = word.read().at
-    word.micro_batch_done(counts=False)
-    assert word.read().at > at
+def test_a_tick_is_a_sign_of_life(shared: SharedProgress) -> None:
+    shared.write(3, WorkerPhase.COMPUTE)
+    at = shared.read().at
+    shared.micro_batch_done(counts=False)
+    assert shared.read().at > at
 
 
 class _Clock:
@@ -79,14 +79,14 @@ class _Clock:
         self.now_ns = time.monotonic_ns()
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
-    def visit(self, word: SharedProgress, phase: WorkerPhase, *gaps_s: float) -> None:
+    def visit(self, shared: SharedProgress, phase: WorkerPhase, *gaps_s: float) -> None:
         """A phase in which so much time goes by until each tick, and until the next phase."""
-        word.write(1, phase)
+        shared.write(1, phase)
         for gap_s in gaps_s[:-1]:
             self.now_ns += int(gap_s * 1e9)
-            word.micro_batch_done()
+            shared.micro_batch_done()
         self.now_ns += int(gaps_s[-1] * 1e9)
-        word.write(1, WorkerPhase.HOOK)
+        shared.write(1, WorkerPhase.HOOK)
 
 
 @pytest.fixture
@@ -94,41 +94,41 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return _Clock(monkeypatch)
 
 
-def test_a_phase_is_known_when_it_was_seen_to_its_end(clock: _Clock, word: SharedProgress) -> None:
-    word.write(1, WorkerPhase.COMPUTE)
-    assert WorkerPhase.COMPUTE not in word.read().longest
-    clock.visit(word, WorkerPhase.DATA, 2.0)
-    assert word.read().longest[WorkerPhase.DATA] == pytest.approx(2.0)
+def test_a_phase_is_known_when_it_was_seen_to_its_end(clock: _Clock, shared: SharedProgress) -> None:
+    shared.write(1, WorkerPhase.COMPUTE)
+    assert WorkerPhase.COMPUTE not in shared.read().longest
+    clock.visit(shared, WorkerPhase.DATA, 2.0)
+    assert shared.read().longest[WorkerPhase.DATA] == pytest.approx(2.0)
 
 
-def test_signs_of_life_part_a_long_phase(clock: _Clock, word: SharedProgress) -> None:
-    clock.visit(word, WorkerPhase.EVALUATE, 1.0, 3.0, 2.0)
-    assert word.read().longest[WorkerPhase.EVALUATE] == pytest.approx(3.0)
+def test_signs_of_life_part_a_long_phase(clock: _Clock, shared: SharedProgress) -> None:
+    clock.visit(shared, WorkerPhase.EVALUATE, 1.0, 3.0, 2.0)
+    assert shared.read().longest[WorkerPhase.EVALUATE] == pytest.approx(3.0)
 
 
-def test_the_first_visit_to_a_steady_phase_is_replaced_by_the_second(clock: _Clock, word: SharedProgress) -> None:
-    clock.visit(word, WorkerPhase.COMPUTE, 60.0)
-    assert word.read().longest[WorkerPhase.COMPUTE] == pytest.approx(60.0)
-    clock.visit(word, WorkerPhase.COMPUTE, 0.1)
-    assert word.read().longest[WorkerPhase.COMPUTE] == pytest.approx(0.1)
+def test_the_first_visit_to_a_steady_phase_is_replaced_by_the_second(clock: _Clock, shared: SharedProgress) -> None:
+    clock.visit(shared, WorkerPhase.COMPUTE, 60.0)
+    assert shared.read().longest[WorkerPhase.COMPUTE] == pytest.approx(60.0)
+    clock.visit(shared, WorkerPhase.COMPUTE, 0.1)
+    assert shared.read().longest[WorkerPhase.COMPUTE] == pytest.approx(0.1)
 
 
 def test_an_outlier_is_remembered_and_then_forgotten_after_some_tens_of_steps(
-    clock: _Clock, word: SharedProgress
+    clock: _Clock, shared: SharedProgress
 ) -> None:
     for seconds in (0.1, 0.1, 10.0, 0.1):
-        clock.visit(word, WorkerPhase.COMPUTE, seconds)
-    assert word.read().longest[WorkerPhase.COMPUTE] > 9.0
+        clock.visit(shared, WorkerPhase.COMPUTE, seconds)
+    assert shared.read().longest[WorkerPhase.COMPUTE] > 9.0
     for _ in range(100):
-        clock.visit(word, WorkerPhase.COMPUTE, 0.1)
-    assert word.read().longest[WorkerPhase.COMPUTE] < 0.2
+        clock.visit(shared, WorkerPhase.COMPUTE, 0.1)
+    assert shared.read().longest[WorkerPhase.COMPUTE] < 0.2
 
 
 @pytest.mark.parametrize("phase", sorted(set(WorkerPhase) - STEADY - {WorkerPhase.HOOK}))
-def test_what_depends_on_others_is_never_forgotten(clock: _Clock, word: SharedProgress, phase: WorkerPhase) -> None:
+def test_what_depends_on_others_is_never_forgotten(clock: _Clock, shared: SharedProgress, phase: WorkerPhase) -> None:
     for seconds in (10.0, *[0.1] * 200):
-        clock.visit(word, phase, seconds)
-    assert word.read().longest[phase] == pytest.approx(10.0)
+        clock.visit(shared, phase, seconds)
+    assert shared.read().longest[phase] == pytest.approx(10.0)
 
 
 class _Traced:
@@ -151,14 +151,14 @@ class _Traced:
         self._memory.release()
 
 
-def test_a_phase_is_never_seen_with_an_older_time_than_its_own(word: SharedProgress) -> None:
+def test_a_phase_is_never_seen_with_an_older_time_than_its_own(shared: SharedProgress) -> None:
     """The agent reads at any moment: after a long phase, the next one with the old time would look hung."""
     at, phase = progress._AT, progress._PHASE
-    word._ints = traced = _Traced(word._ints)  # type: ignore[assignment]
-    word.write(1, WorkerPhase.UPDATE)
+    shared._ints = traced = _Traced(shared._ints)  # type: ignore[assignment]
+    shared.write(1, WorkerPhase.UPDATE)
     assert traced.touched.index(at) < traced.touched.index(phase)
     traced.touched.clear()
-    word.read()
+    shared.read()
     assert traced.touched.index(phase) < traced.touched.index(at)
 
 
@@ -170,9 +170,9 @@ def test_the_last_words_of_a_killed_process_can_be_read() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(fd)], pass_fds=(fd,))
     assert process.wait() == -signal.SIGKILL
-    word = SharedProgress(fd)
-    assert (word.read().step, word.read().phase) == (41, WorkerPhase.REDUCE)
-    word.close()
+    shared = SharedProgress(fd)
+    assert (shared.read().step, shared.read().phase) == (41, WorkerPhase.REDUCE)
+    shared.close()
     os.close(fd)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from closeranks.agent.detection.progress import SharedProgress, WorkerPhase, WorkerProgress, create_progress_fd
 from closeranks.agent.detection.stragglers import SPAN_S, ComputeTime, Straggler, StragglerDetector, expected_times
 from closeranks.elastic.faults.cgroups import CPU, CgroupUnavailable, ControlGroup, find_cgroup_parent
-from tests.agent.nest import Nest, Order, open_nest
+from tests.agent.world_forker import Order, WorldForker, open_world_forker
 
 
 class _Run:
@@ -40,13 +40,13 @@ class _Run:
         return [slow.rank for slow in self.found[before:]]
 
     def _look(self) -> None:
-        words = {
+        progress_of = {
             rank: WorkerProgress(
                 self._num, WorkerPhase.COMPUTE, self._now, compute_sum_s=total, num_timed=self._num, pipeline_rank=lane
             )
             for rank, (total, lane) in enumerate(zip(self._sums, self._lanes, strict=True))
         }
-        self.found += self._tracker.check(words, self._now)
+        self.found += self._tracker.check(progress_of, self._now)
 
 
 def test_a_slow_rank_is_named_once_after_so_many_steps_and_again_after_it_was_well() -> None:
@@ -118,8 +118,8 @@ def test_what_is_expected_scales_with_the_machine_and_never_looks_at_the_rank_it
 
 
 @pytest.fixture(scope="module")
-def nest() -> Iterator[Nest]:
-    with open_nest() as opened:
+def forker() -> Iterator[WorldForker]:
+    with open_world_forker() as opened:
         yield opened
 
 
@@ -149,19 +149,19 @@ def _throttle(pid: int, group: ControlGroup) -> None:
 @pytest.mark.world
 @pytest.mark.parametrize("is_inside", [False, True], ids=["apart", "collectives inside"])
 def test_a_rank_at_a_third_of_its_processor_is_named_and_nobody_else(
-    nest: Nest, tmp_path: Path, control_group: ControlGroup, is_inside: bool
+    forker: WorldForker, tmp_path: Path, control_group: ControlGroup, is_inside: bool
 ) -> None:
     fds = [create_progress_fd() for _ in range(3)]
-    words = [SharedProgress(fd) for fd in fds]
+    shared = [SharedProgress(fd) for fd in fds]
     paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
-    pids = nest.hatch(Order(paths, str(tmp_path), "quota", is_inside, str(control_group.path / "cgroup.procs")))
+    pids = forker.fork(Order(paths, str(tmp_path), "quota", is_inside, str(control_group.path / "cgroup.procs")))
     try:
         tracker, found, deadline = StragglerDetector(1.5, 20), list[Straggler](), time.monotonic() + 60
-        while not words[1].read().num_timed:
+        while not shared[1].read().num_timed:
             time.sleep(0.05)
         _throttle(pids[1], control_group)
         while not found and time.monotonic() < deadline:
-            found = tracker.check({rank: word.read() for rank, word in enumerate(words)}, time.monotonic())
+            found = tracker.check({rank: one.read() for rank, one in enumerate(shared)}, time.monotonic())
             time.sleep(0.1)
         assert [slow.rank for slow in found] == [1]
         assert tracker.scores[1] > 1.5
@@ -169,6 +169,6 @@ def test_a_rank_at_a_third_of_its_processor_is_named_and_nobody_else(
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for word, fd in zip(words, fds, strict=True):
-            word.close()
+        for one, fd in zip(shared, fds, strict=True):
+            one.close()
             os.close(fd)

@@ -14,7 +14,7 @@ from closeranks.core.system import fallback_folders
 
 
 @pytest.fixture
-def boxes() -> Iterator[SnapshotMemory]:
+def memory() -> Iterator[SnapshotMemory]:
     with SnapshotMemory() as held:
         held.grow(1)
         Path(held.paths[0][1]).write_bytes(b"a copy")
@@ -35,15 +35,15 @@ def in_the_way(folder: Path) -> Path:
     return folder
 
 
-def test_in_the_runs_own_folder(tmp_path: Path, boxes: SnapshotMemory, spare: Path) -> None:
-    told = rescue_snapshots(boxes, tmp_path / "run", "h1")
+def test_in_the_runs_own_folder(tmp_path: Path, memory: SnapshotMemory, spare: Path) -> None:
+    told = rescue_snapshots(memory, tmp_path / "run", "h1")
     assert (tmp_path / "run" / "rescued" / "h1" / "box-00000-1").read_bytes() == b"a copy"
     assert f"Resume via checkpoint.resume={tmp_path / 'run'}." in told
     assert list(spare.iterdir()) == []
 
 
-def test_elsewhere_where_that_cannot_be_written(tmp_path: Path, boxes: SnapshotMemory, spare: Path) -> None:
-    told = rescue_snapshots(boxes, in_the_way(tmp_path / "run"), "h1", is_part=True)
+def test_elsewhere_where_that_cannot_be_written(tmp_path: Path, memory: SnapshotMemory, spare: Path) -> None:
+    told = rescue_snapshots(memory, in_the_way(tmp_path / "run"), "h1", is_part=True)
     (place,) = spare.iterdir()
     assert place.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in (place / "rescued" / "h1").iterdir()] == ["box-00000-1"]
@@ -54,13 +54,13 @@ def test_elsewhere_where_that_cannot_be_written(tmp_path: Path, boxes: SnapshotM
     assert f"belongs beside it, in {place / 'rescued'}" in told
 
 
-def test_nowhere(tmp_path: Path, boxes: SnapshotMemory, spare: Path) -> None:
+def test_nowhere(tmp_path: Path, memory: SnapshotMemory, spare: Path) -> None:
     os.rmdir(spare)
-    assert rescue_snapshots(boxes, in_the_way(tmp_path / "run"), "h1").startswith("The state in memory is lost")
+    assert rescue_snapshots(memory, in_the_way(tmp_path / "run"), "h1").startswith("The state in memory is lost")
 
 
-def test_what_takes_too_long_is_given_up(tmp_path: Path, boxes: SnapshotMemory, spare: Path) -> None:
-    assert "it would take too long" in rescue_snapshots(boxes, tmp_path / "run", "h1", patience_s=-1.0)
+def test_what_takes_too_long_is_given_up(tmp_path: Path, memory: SnapshotMemory, spare: Path) -> None:
+    assert "it would take too long" in rescue_snapshots(memory, tmp_path / "run", "h1", timeout_s=-1.0)
     assert list(spare.iterdir()) == list((tmp_path / "run" / "rescued").iterdir()) == []
 
 

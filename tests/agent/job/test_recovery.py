@@ -18,13 +18,13 @@ from closeranks.core.errors import SetupError
 from closeranks.core.events import RunStarted, encode
 
 
-def course(num_hosts: int = 2, *, survives: bool = True) -> Recovery:
+def recovery(num_hosts: int = 2, *, survives: bool = True) -> Recovery:
     """Of a run on hosts of four workers."""
-    survival = RecoverySettings(
+    settings = RecoverySettings(
         FaultLimits(), lambda n, wanted: ResizedLaunch(n, {"of": wanted}) if n != 5 else None, lambda _: ""
     )
     plan = LaunchPlan(
-        4, "a:b", Path("logs"), dict(os.environ), AgentConfig(), recovery_settings=survival if survives else None,
+        4, "a:b", Path("logs"), dict(os.environ), AgentConfig(), recovery_settings=settings if survives else None,
         num_hosts=num_hosts, max_hosts=num_hosts,
     )  # fmt: skip
     return Recovery(plan, lambda event: None)
@@ -32,10 +32,10 @@ def course(num_hosts: int = 2, *, survives: bool = True) -> Recovery:
 
 def first(*sizes: int, num_hosts: int = 2, survives: bool = True) -> tuple[tuple[HostPlacement, ...], ResizedLaunch]:
     """Where hosts of these sizes are here."""
-    roster = HostTable("h0")
+    host_table = HostTable("h0")
     for number, size in enumerate(sizes):
-        roster.update(HostStatusChanged(f"h{number}", "joined", num_workers=size), 0.0)
-    return course(num_hosts, survives=survives).first_placement(roster)
+        host_table.update(HostStatusChanged(f"h{number}", "joined", num_workers=size), 0.0)
+    return recovery(num_hosts, survives=survives).first_placement(host_table)
 
 
 @pytest.mark.parametrize("survives", [True, False])
@@ -60,7 +60,7 @@ def test_with_less_room_a_smaller_run_begins_if_there_is_one() -> None:
 def test_figures_are_handed_on_as_long_as_they_hold() -> None:
     """The speed of a device to as many workers on each host; the size of buckets always, as sums depend on it."""
     run, whole, fewer = (
-        course(),
+        recovery(),
         (HostPlacement("h0", 4), HostPlacement("h1", 4)),
         (HostPlacement("h0", 4), HostPlacement("h1", 3)),
     )

@@ -267,13 +267,13 @@ legal = st.sets(st.integers(1, 12), min_size=1)
 def test_with_more_room_there_are_never_fewer_workers(
     hosts: list[HostState], more: list[HostState], sizes: set[int], num_faults: int
 ) -> None:
-    wish = DesiredSize(max(sizes), down_to(*sizes))
+    desired = DesiredSize(max(sizes), down_to(*sizes))
     limits = FaultLimits(max_host_faults=1)
     faults = [fault(at=n, step=n, host=f"h{n}") for n in range(num_faults)]
     joined = [HostState(f"n{host.name}", host.num_workers) for host in more]
 
     def size(on: list[HostState]) -> int:
-        outcome = decide(faults, on, limits, 3.0, wish)
+        outcome = decide(faults, on, limits, 3.0, desired)
         return outcome.num_workers if isinstance(outcome, NextGeneration) else 0
 
     few, many = size(hosts), size([*hosts, *joined])
@@ -283,8 +283,10 @@ def test_with_more_room_there_are_never_fewer_workers(
 
 @given(st.integers(0, 8), st.integers(1, 6), legal)
 def test_a_run_never_goes_on_with_fewer_than_it_wants(count: int, least: int, sizes: set[int]) -> None:
-    wish = DesiredSize(max(sizes), down_to(*sizes))
-    outcome = decide([fault()], [HostState("lead", count, is_leader=True)], FaultLimits(min_workers=least), 0.0, wish)
+    desired = DesiredSize(max(sizes), down_to(*sizes))
+    outcome = decide(
+        [fault()], [HostState("lead", count, is_leader=True)], FaultLimits(min_workers=least), 0.0, desired
+    )
     if any(least <= size <= count for size in sizes):
         assert went(outcome).num_workers == max(size for size in sizes if size <= count)
     else:
@@ -292,8 +294,8 @@ def test_a_run_never_goes_on_with_fewer_than_it_wants(count: int, least: int, si
 
 
 def test_too_few_workers_are_told_with_the_reason() -> None:
-    def told(wish: DesiredSize, limits: FaultLimits, count: int = 1) -> str:
-        return gave_up(decide([fault()], [HostState("lead", count)], limits, 0.0, wish)).sentence
+    def told(desired: DesiredSize, limits: FaultLimits, count: int = 1) -> str:
+        return gave_up(decide([fault()], [HostState("lead", count)], limits, 0.0, desired)).sentence
 
     assert told(FOUR, FaultLimits(min_workers=2)) == (
         "1 worker of 4 can still be started, and elastic.min_workers = 2. Add a host with `closeranks agent --join`, "

@@ -316,10 +316,10 @@ class Cluster:
     def led(self, node: Node, effects: list[LeaderEffect]) -> None:
         for effect in effects:
             match effect:
-                case SendMessage(envelope=letter):
-                    self.act(letter.term)
-                    host = self.nodes[int(letter.host[1:])]
-                    self.send(node.index, host.index, lambda host=host, letter=letter: self.deliver(host, letter))
+                case SendMessage(envelope=envelope):
+                    self.act(envelope.term)
+                    host = self.nodes[int(envelope.host[1:])]
+                    self.send(node.index, host.index, lambda host=host, envelope=envelope: self.deliver(host, envelope))
                 case SteppedDown():
                     node.lead = None
 
@@ -328,8 +328,8 @@ class Cluster:
             raise Violation(f"the lead of term {term} acts after that of term {self.acted}")
         self.acted = term
 
-    def deliver(self, host: Node, letter: Envelope) -> None:
-        self.on(host, None, lambda: self.follow(host, host.follower.handle(letter, self.local(host))))
+    def deliver(self, host: Node, envelope: Envelope) -> None:
+        self.on(host, None, lambda: self.follow(host, host.follower.handle(envelope, self.local(host))))
 
     def policy(self, node: Node, life: int) -> None:
         """Everybody who is here takes part: begin with them, or ask for a regroup when the members are others."""
@@ -376,11 +376,11 @@ class Cluster:
     def follow(self, node: Node, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case SendMessage(envelope=letter):
-                    if isinstance(letter.body, Join):
+                case SendMessage(envelope=envelope):
+                    if isinstance(envelope.body, Join):
                         node.target = self.find_lead(node)
                     lead = self.nodes[node.target]
-                    self.send(node.index, lead.index, lambda lead=lead, letter=letter: self.reach(lead, letter))
+                    self.send(node.index, lead.index, lambda lead=lead, envelope=envelope: self.reach(lead, envelope))
                 case StartWorkers(begin=begin):
                     self.start(node, begin)
                 case ForwardRequest(request=ask):
@@ -391,8 +391,8 @@ class Cluster:
                 case ParticipationEnded():
                     node.workers = None
 
-    def reach(self, lead: Node, letter: Envelope) -> None:
-        self.on(lead, None, lambda: lead.lead and self.led(lead, lead.lead.handle(letter, self.local(lead))))
+    def reach(self, lead: Node, envelope: Envelope) -> None:
+        self.on(lead, None, lambda: lead.lead and self.led(lead, lead.lead.handle(envelope, self.local(lead))))
 
     def find_lead(self, node: Node) -> int:
         """Who holds the register, or a stale idea of it."""

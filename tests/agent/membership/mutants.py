@@ -19,13 +19,13 @@ from .trouble import Chaos
 
 
 class TakesStaleTerms(Follower):
-    def _is_stale(self, letter: Envelope) -> bool:
-        return letter.session != self.session
+    def _is_stale(self, envelope: Envelope) -> bool:
+        return envelope.session != self.session
 
 
 class TakesStaleSessions(Follower):
-    def _is_stale(self, letter: Envelope) -> bool:
-        return letter.term < self.term
+    def _is_stale(self, envelope: Envelope) -> bool:
+        return envelope.term < self.term
 
 
 class ForgetsEarlyFences(Follower):
@@ -38,15 +38,15 @@ class ForgetsEarlyFences(Follower):
 
 
 class LeasesFromReceipt(Follower):
-    def _on_beat_back(self, back: HeartbeatAck, now: float) -> Any:
-        if back.seq in self._sent:
-            self._sent[back.seq] = now
-        return super()._on_beat_back(back, now)
+    def _on_heartbeat_ack(self, ack: HeartbeatAck, now: float) -> Any:
+        if ack.seq in self._sent:
+            self._sent[ack.seq] = now
+        return super()._on_heartbeat_ack(ack, now)
 
 
 class JoinsWithLiveWorkers(Follower):
-    def _cut(self, why: str, now: float) -> Any:
-        effects = super()._cut(why, now)
+    def _lose_lease(self, why: str, now: float) -> Any:
+        effects = super()._lose_lease(why, now)
         if self.state == FollowerState.KILLING:
             self.state = FollowerState.IDLE
         return effects
@@ -57,16 +57,16 @@ class BeginsEarly(Leader):
 
     @staticmethod
     def _may_settle(generation: Generation) -> bool:
-        return any(seat.state >= MemberState.DONE for seat in generation.members.values())
+        return any(member.state >= MemberState.DONE for member in generation.members.values())
 
 
 class CountsNoMargin(Leader):
     """Leases end on its clock when they end on the host's, or a little earlier."""
 
-    def _trust(self, peer: HostSession, now: float) -> Any:
-        pace = super()._trust(peer, now)
-        peer.expires_at = now + 0.75 * pace.lease_s
-        return pace
+    def _extend_lease(self, session: HostSession, now: float) -> Any:
+        timing = super()._extend_lease(session, now)
+        session.expires_at = now + 0.75 * timing.lease_s
+        return timing
 
 
 class ForgetsJoinsWhileBreaking(Leader):
@@ -74,25 +74,25 @@ class ForgetsJoinsWhileBreaking(Leader):
         super().__init__(*args, **settings)
         self.forgotten: set[str] = set()
 
-    def _is_available(self, peer: HostSession) -> bool:
-        return peer.name not in self.forgotten and super()._is_available(peer)
+    def _is_available(self, session: HostSession) -> bool:
+        return session.name not in self.forgotten and super()._is_available(session)
 
-    def _on_beat(self, peer: HostSession, beat: Heartbeat, now: float) -> Any:
-        is_new = not peer.is_confirmed and self.phase == GenerationPhase.BREAKING
-        effects = super()._on_beat(peer, beat, now)
+    def _on_heartbeat(self, session: HostSession, heartbeat: Heartbeat, now: float) -> Any:
+        is_new = not session.is_confirmed and self.phase == GenerationPhase.BREAKING
+        effects = super()._on_heartbeat(session, heartbeat, now)
         if is_new:
-            self.forgotten.add(peer.name)
+            self.forgotten.add(session.name)
         return effects
 
 
 class AnswersTheLost(Leader):
     """Renews leases that it has counted as expired."""
 
-    def handle(self, letter: Envelope, now: float) -> Any:
-        peer = self._peer_of(letter)
-        if peer is not None and peer.is_lost and isinstance(letter.body, Heartbeat):
-            return self._on_beat(peer, letter.body, now)
-        return super().handle(letter, now)
+    def handle(self, envelope: Envelope, now: float) -> Any:
+        session = self._sender_of(envelope)
+        if session is not None and session.is_lost and isinstance(envelope.body, Heartbeat):
+            return self._on_heartbeat(session, envelope.body, now)
+        return super().handle(envelope, now)
 
 
 class LeadsForEver(Leader):
@@ -107,10 +107,10 @@ class LeadsForEver(Leader):
 
 
 class HoldsFromReceipt(Candidate):
-    def on_answer(self, number: int, holding: LeaseRecord, now: float) -> Any:
+    def on_answer(self, number: int, record: LeaseRecord, now: float) -> Any:
         if self._pending is not None and self._pending.number == number:
             self._asked_at = now
-        return super().on_answer(number, holding, now)
+        return super().on_answer(number, record, now)
 
 
 class TakesUpOldTerms(Candidate):
@@ -126,8 +126,8 @@ class TakesWithoutLooking(EmbeddedRegister):
     """Sets without comparing."""
 
     def acquire(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
-        self._held, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
-        return self._held
+        self._record, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
+        return self._record
 
 
 @dataclass(frozen=True)

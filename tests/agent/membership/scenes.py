@@ -47,8 +47,8 @@ class Talk:
 
     def hear(self, body: MessageBody, now: float, *, term: int | None = None, session: int | None = None) -> list[Any]:
         self_term = self.term if term is None else term
-        letter = Envelope(self_term, "a", 7, self.follower.session if session is None else session, body)
-        return self.follower.handle(letter, now)
+        envelope = Envelope(self_term, "a", 7, self.follower.session if session is None else session, body)
+        return self.follower.handle(envelope, now)
 
 
 def orders_of_an_old_term_are_ignored(parts: Parts) -> None:

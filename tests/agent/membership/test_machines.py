@@ -57,17 +57,17 @@ def of(kind: type, effects: list[Any]) -> list[Any]:
 
 @given(st.integers(1, 100_000))
 def test_a_host_is_dead_before_the_lead_says_so(num_hosts: int) -> None:
-    pace = lease_timing_for(num_hosts)
-    slowest_host = pace.lease_s / (1 - DRIFT) + KILL_S
-    fastest_lead = pace.dead_after_s / (1 + DRIFT)
+    timing = lease_timing_for(num_hosts)
+    slowest_host = timing.lease_s / (1 - DRIFT) + KILL_S
+    fastest_lead = timing.dead_after_s / (1 + DRIFT)
     assert slowest_host <= fastest_lead + 1e-9
-    assert num_hosts / pace.beat_s <= MAX_BEATS_PER_S + 1e-6
-    assert pace.lease_s >= 4 * pace.beat_s
+    assert num_hosts / timing.beat_s <= MAX_BEATS_PER_S + 1e-6
+    assert timing.lease_s >= 4 * timing.beat_s
 
 
 def test_a_lease_that_grew_is_not_cut_short_when_hosts_leave() -> None:
-    paces = iter([10.0, 10.0, 10.0, 3.0])
-    lead = Leader(1, pace=lambda num: replace(lease_timing_for(1), lease_s=next(paces), margin_s=0.5))
+    lease_times = iter([10.0, 10.0, 10.0, 3.0])
+    lead = Leader(1, timing=lambda num: replace(lease_timing_for(1), lease_s=next(lease_times), margin_s=0.5))
     for seq, body in enumerate([Join(1), Heartbeat(1), Heartbeat(2), Heartbeat(3)]):
         lead.handle(Envelope(int(seq > 0), "a", 1, 1, body), float(seq))
     assert lead.tick(12.4) == []

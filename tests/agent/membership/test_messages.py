@@ -53,7 +53,7 @@ BODIES: list[st.SearchStrategy[m.MessageBody]] = [
     st.builds(m.Fence, whole),
     st.builds(m.Dismiss, st.text(max_size=20)),
 ]
-letters = st.builds(m.Envelope, whole, names, whole, whole, st.one_of(BODIES))
+envelopes = st.builds(m.Envelope, whole, names, whole, whole, st.one_of(BODIES))
 
 
 def test_every_kind_is_tried() -> None:
@@ -61,9 +61,9 @@ def test_every_kind_is_tried() -> None:
     assert len(BODIES) == len(kinds - {""})
 
 
-@given(letters)
-def test_what_is_sent_arrives(letter: m.Envelope) -> None:
-    assert m.Envelope.from_fields(json.loads(json.dumps(letter.to_fields()))) == letter
+@given(envelopes)
+def test_what_is_sent_arrives(envelope: m.Envelope) -> None:
+    assert m.Envelope.from_fields(json.loads(json.dumps(envelope.to_fields()))) == envelope
 
 
 foreign = st.one_of(
@@ -78,10 +78,10 @@ foreign = st.one_of(
 )
 
 
-@given(letters, st.data())
-def test_a_changed_message_is_refused_or_still_a_message(letter: m.Envelope, data: st.DataObject) -> None:
+@given(envelopes, st.data())
+def test_a_changed_message_is_refused_or_still_a_message(envelope: m.Envelope, data: st.DataObject) -> None:
     """Whatever is decoded encodes to the same fields again: nothing slipped through that was not looked at."""
-    told = letter.to_fields()
+    told = envelope.to_fields()
     key = data.draw(st.sampled_from(sorted(told)))
     told[key] = data.draw(foreign)
     try:

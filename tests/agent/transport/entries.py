@@ -23,7 +23,7 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def lead(token: JobToken, host: str = "127.0.0.1", port: int = 0, terms: dict[str, Any] | None = None) -> None:
+def lead(token: JobToken, host: str = "127.0.0.1", port: int = 0, limits: dict[str, Any] | None = None) -> None:
     """Sends back what it hears, for ever."""
     with EventLoop() as loop:
         server = ControlServer(
@@ -31,11 +31,11 @@ def lead(token: JobToken, host: str = "127.0.0.1", port: int = 0, terms: dict[st
             host,
             port,
             token=token,
-            on_open=lambda peer: say(opened=str(peer.remote_address)),
-            on_message=lambda peer, fields: peer.send(fields) and None,
-            on_close=lambda peer, why: say(closed=str(peer.remote_address), why=why, at=time.monotonic()),
+            on_open=lambda connection: say(opened=str(connection.remote_address)),
+            on_message=lambda connection, fields: connection.send(fields) and None,
+            on_close=lambda connection, why: say(closed=str(connection.remote_address), why=why, at=time.monotonic()),
             on_note=lambda text: say(note=text),
-            terms=ChannelLimits(**terms or {}),
+            limits=ChannelLimits(**limits or {}),
         )
         say(address=str(server.address))
         while True:
@@ -51,24 +51,24 @@ def hosts(token: JobToken, address: str, count: int, messages: int, text_bytes: 
     notes: list[str] = []
     text = "x" * text_bytes
 
-    def go_on(peer: ControlConnection, number: int) -> None:
+    def go_on(connection: ControlConnection, number: int) -> None:
         if number < messages:
-            sent[peer].append((number, time.perf_counter()))
-            peer.send({"name": id(peer), "number": number, "text": text})
+            sent[connection].append((number, time.perf_counter()))
+            connection.send({"name": id(connection), "number": number, "text": text})
 
-    def open_(peer: ControlConnection) -> None:
-        sent[peer] = []
+    def open_(connection: ControlConnection) -> None:
+        sent[connection] = []
         for number in range(window):
-            go_on(peer, number)
+            go_on(connection, number)
 
-    def hear(peer: ControlConnection, fields: dict[str, Any]) -> None:
-        number, at = sent[peer].pop(0)
+    def hear(connection: ControlConnection, fields: dict[str, Any]) -> None:
+        number, at = sent[connection].pop(0)
         waits.append(time.perf_counter() - at)
-        if (fields["name"], fields["number"]) != (id(peer), number):
+        if (fields["name"], fields["number"]) != (id(connection), number):
             wrong.append(fields)
-        go_on(peer, number + window)
+        go_on(connection, number + window)
 
-    def close(peer: ControlConnection, why: str) -> None:
+    def close(connection: ControlConnection, why: str) -> None:
         wrong.append(why)
 
     with EventLoop() as loop:
@@ -98,9 +98,9 @@ def stay(token: JobToken, address: str) -> None:
             loop,
             address,
             token,
-            on_open=lambda peer: say(opened=str(peer.remote_address)),
-            on_message=lambda peer, fields: None,
-            on_close=lambda peer, why: say(closed=why),
+            on_open=lambda connection: say(opened=str(connection.remote_address)),
+            on_message=lambda connection, fields: None,
+            on_close=lambda connection, why: say(closed=why),
             on_note=lambda text: say(note=text),
         )
         while True:

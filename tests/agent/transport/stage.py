@@ -36,11 +36,11 @@ class Heard:
     def fields(self) -> list[Fields]:
         return [fields for _, fields in self.messages]
 
-    def ears(self) -> dict[str, Any]:
+    def callbacks(self) -> dict[str, Any]:
         return {
             "on_open": self.opened.append,
-            "on_message": lambda peer, fields: self.messages.append((peer, fields)),
-            "on_close": lambda peer, why: self.closed.append((peer, why)),
+            "on_message": lambda connection, fields: self.messages.append((connection, fields)),
+            "on_close": lambda connection, why: self.closed.append((connection, why)),
             "on_note": self.notes.append,
         }
 
@@ -54,13 +54,13 @@ class Stage:
 
     def server(self, token: JobToken = TOKEN, **settings: Any) -> tuple[ControlServer, Heard]:
         heard = Heard()
-        server = ControlServer(self.loop, token=token, **{**heard.ears(), **settings})
+        server = ControlServer(self.loop, token=token, **{**heard.callbacks(), **settings})
         self._standing.append(server)
         return server, heard
 
     def client(self, address: object, token: JobToken = TOKEN, **settings: Any) -> tuple[ControlClient, Heard]:
         heard = Heard()
-        client = ControlClient(self.loop, str(address), token, **{**heard.ears(), "seed": 1, **settings})
+        client = ControlClient(self.loop, str(address), token, **{**heard.callbacks(), "seed": 1, **settings})
         self._standing.append(client)
         return client, heard
 

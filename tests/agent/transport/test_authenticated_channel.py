@@ -72,7 +72,7 @@ def hear(role: Role, stream: bytes, piece: int = 1 << 20) -> tuple[list[Fields],
             heard.extend(side.feed(stream[start : start + piece]))  # what came before a refusal stays in the list
     except ChannelError as error:
         return heard, error.what
-    waiting = len(side._greeting) + (len(side._unwrapper._buffer) if side._unwrapper else 0)
+    waiting = len(side._hello_buffer) + (len(side._reader._buffer) if side._reader else 0)
     assert waiting <= MOST + FRAME_BYTES + HELLO_BYTES
     return heard, ""
 
@@ -288,11 +288,11 @@ def test_before_the_proof_no_body_is_waited_for() -> None:
     list(server.feed(take(client)))
     list(client.feed(take(server)))
     client.outbox.clear()
-    seal = client._seal
-    assert seal is not None
-    seal._number = 0
+    signer = client._signer
+    assert signer is not None
+    signer._number = 0
     with pytest.raises(ChannelError, match="sent a message of 1 bytes; at most 0"):
-        list(server.feed(seal.encode_frame(b"x")))
+        list(server.feed(signer.encode_frame(b"x")))
 
 
 def test_sizes_are_kept_on_both_sides() -> None:
@@ -316,9 +316,9 @@ def test_sizes_are_kept_on_both_sides() -> None:
 def test_one_who_holds_the_token_and_sends_nonsense_is_refused(body: bytes) -> None:
     client, server = pair()
     shake(client, server)
-    assert client._seal is not None
-    good = client._seal.encode_frame(b'{"good":1}')
-    stream = server.feed(good + client._seal.encode_frame(body))
+    assert client._signer is not None
+    good = client._signer.encode_frame(b'{"good":1}')
+    stream = server.feed(good + client._signer.encode_frame(body))
     assert next(stream) == {"good": 1}
     with pytest.raises(ChannelError, match=r"not JSON|not a JSON object"):
         next(stream)

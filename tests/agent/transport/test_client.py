@@ -29,7 +29,7 @@ def free_port() -> int:
 
 def test_it_may_come_before_the_lead_and_says_so_once(stage: Stage) -> None:
     port = free_port()
-    client, host = stage.client(f"127.0.0.1:{port}", terms=FAST)
+    client, host = stage.client(f"127.0.0.1:{port}", limits=FAST)
     stage.settle(0.3)
     assert host.notes == [f"The leader at 127.0.0.1:{port} cannot be reached: nothing listens there; trying again."]
     assert host.notes[0] == f"{client.trouble}; trying again."
@@ -43,7 +43,7 @@ def test_it_may_come_before_the_lead_and_says_so_once(stage: Stage) -> None:
 def test_it_comes_again_when_it_is_cut_off(stage: Stage) -> None:
     server, lead = stage.server()
     relay = stage.relay(server)
-    client, host = stage.client(relay.address, terms=FAST)
+    client, host = stage.client(relay.address, limits=FAST)
     for number in range(1, 4):
         stage.until(lambda number=number: len(host.opened) == number == len(lead.opened))
         client.send({"number": number})
@@ -52,7 +52,7 @@ def test_it_comes_again_when_it_is_cut_off(stage: Stage) -> None:
         stage.until(lambda number=number: len(host.closed) == number)
         assert not client.send({"lost": True})
     assert [why for _, why in host.closed] == ["closed the connection"] * 3
-    assert len({id(peer) for peer in host.opened}) == 3
+    assert len({id(connection) for connection in host.opened}) == 3
 
 
 def test_names_are_looked_up_without_blocking(stage: Stage) -> None:
@@ -67,7 +67,7 @@ def test_names_are_looked_up_without_blocking(stage: Stage) -> None:
 
 
 def test_a_name_that_is_not_known_is_told(stage: Stage) -> None:
-    client, host = stage.client("no-such-host.invalid:29400", terms=FAST)
+    client, host = stage.client("no-such-host.invalid:29400", limits=FAST)
     stage.until(lambda: host.notes)
     assert "The leader at no-such-host.invalid:29400 cannot be reached: " in host.notes[0]
     assert "name" in host.notes[0]
@@ -75,8 +75,8 @@ def test_a_name_that_is_not_known_is_told(stage: Stage) -> None:
 
 
 def test_a_lookup_that_takes_too_long_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._ASK", "import signal; signal.pause()")
-    client, host = stage.client("lead.invalid:29400", terms=FAST)
+    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._LOOKUP_CODE", "import signal; signal.pause()")
+    client, host = stage.client("lead.invalid:29400", limits=FAST)
     client.wake()
     assert client._lookup is not None
     process = client._lookup._process
@@ -87,7 +87,7 @@ def test_a_lookup_that_takes_too_long_is_killed(stage: Stage, monkeypatch: pytes
 
 
 def test_closing_in_the_middle_leaves_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._ASK", "import signal; signal.pause()")
+    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._LOOKUP_CODE", "import signal; signal.pause()")
     client, host = stage.client("lead.invalid:29400")
     client.wake()
     lookup = client._lookup
@@ -104,7 +104,7 @@ def test_closing_in_the_middle_leaves_nothing(stage: Stage, monkeypatch: pytest.
 
 def test_one_that_accepts_and_says_nothing_is_given_up(stage: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
+        client, host = stage.client("{}:{}".format(*listener.getsockname()), limits=FAST)
         stage.until(lambda: host.notes)
         assert "did not show within 0.3 s that it holds the token; trying again" in host.notes[0]
         stage.settle(0.7)
@@ -122,7 +122,7 @@ def test_one_whose_queue_is_full_does_not_answer(stage: Stage) -> None:
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
             fillers.append(filler)
-        client, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
+        client, host = stage.client("{}:{}".format(*listener.getsockname()), limits=FAST)
         stage.until(lambda: host.notes)
         assert "it did not answer within 0.5 s" in host.notes[0]
         for filler in fillers:
@@ -151,7 +151,7 @@ def test_what_is_no_lead_is_named(stage: Stage, answer: bytes, words: str) -> No
             endpoint.close()
 
         stage.loop.watch(listener.fileno(), serve)
-        client, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
+        client, host = stage.client("{}:{}".format(*listener.getsockname()), limits=FAST)
         stage.until(lambda: client.num_refused >= 3)
         stage.loop.unwatch(listener.fileno())
         assert len(host.notes) <= 2, "each trouble once, however often it comes"
@@ -173,7 +173,7 @@ def test_whatever_answers_it_never_raises_and_never_opens(answer: bytes) -> None
         calls: list[int] = []
 
         stage.loop.watch(listener.fileno(), serve)
-        _, host = stage.client("{}:{}".format(*listener.getsockname()), terms=FAST)
+        _, host = stage.client("{}:{}".format(*listener.getsockname()), limits=FAST)
         stage.until(lambda: len(calls) >= 3)
         stage.loop.unwatch(listener.fileno())
         assert (host.opened, host.messages, host.closed) == ([], [], [])
@@ -183,7 +183,7 @@ def test_waits_follow_from_the_seed(stage: Stage) -> None:
     port = free_port()
     waits = []
     for seed in (3, 3, 4):
-        client, host = stage.client(f"127.0.0.1:{port}", seed=seed, terms=ChannelLimits(first_wait_s=1.0))
+        client, host = stage.client(f"127.0.0.1:{port}", seed=seed, limits=ChannelLimits(first_wait_s=1.0))
         stage.until(lambda host=host: host.notes)
         assert client.deadline is not None
         waits.append(client.deadline - time.monotonic())
@@ -194,13 +194,13 @@ def test_waits_follow_from_the_seed(stage: Stage) -> None:
 
 
 def test_a_lead_that_hangs_up_at_once_is_not_pestered(stage: Stage) -> None:
-    def hang_up(peer: ControlConnection) -> None:
+    def hang_up(connection: ControlConnection) -> None:
         opened.append(time.monotonic())
-        peer.close()
+        connection.close()
 
     opened: list[float] = []
     server, _ = stage.server(on_open=hang_up)
-    client, host = stage.client(server.address, terms=ChannelLimits(first_wait_s=0.02, longest_wait_s=0.5))
+    client, host = stage.client(server.address, limits=ChannelLimits(first_wait_s=0.02, longest_wait_s=0.5))
     stage.settle(1.5)
     assert len(opened) <= 9, "0.02 0.04 0.08 0.16 0.32 0.5 ... and half of that at the least"
     assert len(opened) >= 4
@@ -209,7 +209,7 @@ def test_a_lead_that_hangs_up_at_once_is_not_pestered(stage: Stage) -> None:
 
 
 def test_the_secret_is_on_no_command_line(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._ASK", "import signal; signal.pause()")
+    monkeypatch.setattr("closeranks.agent.transport.dns_lookup._LOOKUP_CODE", "import signal; signal.pause()")
     client, _ = stage.client("lead.invalid:29400")
     client.wake()
     assert client._lookup is not None

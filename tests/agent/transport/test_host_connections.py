@@ -1,4 +1,4 @@
-"""Letters reach the life of a host that they are meant for, and only a far end's end counts as one."""
+"""Messages reach the incarnation of a host that they are meant for, and only a far end's end counts as one."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from tests.agent.transport.stage import TOKEN
 
 @dataclass
 class Hall:
-    """A gate and those before it, on one loop."""
+    """The leader's connections and their clients, on one loop."""
 
     loop: EventLoop
     stack: ExitStack
-    letters: list[Envelope] = field(default_factory=list)
+    envelopes: list[Envelope] = field(default_factory=list)
     gone: list[tuple[str, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     clients: list[ControlClient] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gate = self.stack.enter_context(
+        self.connections = self.stack.enter_context(
             HostConnections(
                 self.loop,
                 JoinEndpoint("127.0.0.1", 0, TOKEN),
                 {"entry": "a:b"},
                 own_name="h0",
-                on_letter=self.letters.append,
-                on_gone=lambda name, incarnation: self.gone.append((name, incarnation)),
+                on_envelope=self.envelopes.append,
+                on_disconnected=lambda name, incarnation: self.gone.append((name, incarnation)),
                 on_note=self.notes.append,
             )
         )
@@ -45,11 +45,11 @@ class Hall:
         heard: list[Any] = []
         client = ControlClient(
             self.loop,
-            str(self.gate.address),
+            str(self.connections.address),
             TOKEN,
-            on_open=lambda peer: None,
-            on_message=lambda peer, fields: heard.append(fields),
-            on_close=lambda peer, why: heard.append(why),
+            on_open=lambda connection: None,
+            on_message=lambda connection, fields: heard.append(fields),
+            on_close=lambda connection, why: heard.append(why),
             on_note=self.notes.append,
         )
         self.clients.append(self.stack.enter_context(client))
@@ -60,7 +60,7 @@ class Hall:
         deadline = time.monotonic() + 30
         while not is_so():
             assert time.monotonic() < deadline
-            self.gate.wake()
+            self.connections.wake()
             for client in self.clients:
                 client.wake()
             self.loop.run_once(time.monotonic() + 0.05)
@@ -90,11 +90,11 @@ def test_who_asks_for_the_plan_is_told_it_and_who_leads(hall: Hall) -> None:
 def test_two_agents_of_one_name_each_hear_what_is_meant_for_them(hall: Hall) -> None:
     (old, to_old), (new, to_new) = hall.client(), hall.client()
     old.send(join("h1", 1))
-    hall.until(lambda: len(hall.letters) == 1)
+    hall.until(lambda: len(hall.envelopes) == 1)
     new.send(join("h1", 2))
-    hall.until(lambda: len(hall.letters) == 2)
-    hall.gate.send(note("h1", 1, "go"))
-    hall.gate.send(note("h1", 2, "stay"))
+    hall.until(lambda: len(hall.envelopes) == 2)
+    hall.connections.send(note("h1", 1, "go"))
+    hall.connections.send(note("h1", 2, "stay"))
     hall.until(lambda: bool(to_old and to_new))
     assert [fields["text"] for fields in (*to_old, *to_new)] == ["go", "stay"]
 
@@ -103,7 +103,7 @@ def test_a_host_that_hangs_up_is_gone_and_one_that_is_thrown_out_is_not(hall: Ha
     (leaves, _), (odd, heard) = hall.client(), hall.client()
     leaves.send(join("h1", 1))
     odd.send(join("h2", 5))
-    hall.until(lambda: len(hall.letters) == 2)
+    hall.until(lambda: len(hall.envelopes) == 2)
     leaves.close()
     hall.until(lambda: bool(hall.gone))
     odd.send({"kind": "no such letter"})
@@ -116,25 +116,25 @@ def test_the_lead_s_own_name_is_nobody_else_s(hall: Hall) -> None:
     client, heard = hall.client()
     client.send(join("h0", 1))
     hall.until(lambda: bool(heard))
-    assert (hall.letters, hall.gone) == ([], [])
+    assert (hall.envelopes, hall.gone) == ([], [])
     assert any("--name" in text for text in hall.notes)
 
 
 def test_seeing_off_answers_whoever_still_writes_and_waits_for_all_to_hang_up(hall: Hall) -> None:
     client, _ = hall.client()
     client.send(join("h1", 1))
-    hall.until(lambda: bool(hall.letters))
+    hall.until(lambda: bool(hall.envelopes))
 
-    def answer(letter: Envelope) -> list[Envelope]:
+    def answer(envelope: Envelope) -> list[Envelope]:
         client.close()
         return [note("h1", 1, "home")]
 
     client.send(join("h1", 1))
-    hall.gate.close_gracefully([], answer, time.monotonic() + 30)
-    assert (len(hall.letters), hall.notes) == (1, [])
+    hall.connections.close_gracefully([], answer, time.monotonic() + 30)
+    assert (len(hall.envelopes), hall.notes) == (1, [])
 
 
 def test_how_to_join_names_the_token_s_place() -> None:
-    door = JoinEndpoint("0.0.0.0", 0, TOKEN, address="10.0.0.1", token_file="/run/job.token")
-    assert door.join_command(29400, 4) == "closeranks agent --join 10.0.0.1:29400 -n 4 --token-file /run/job.token"
+    endpoint = JoinEndpoint("0.0.0.0", 0, TOKEN, address="10.0.0.1", token_file="/run/job.token")
+    assert endpoint.join_command(29400, 4) == "closeranks agent --join 10.0.0.1:29400 -n 4 --token-file /run/job.token"
     assert "CLOSERANKS_TOKEN" in JoinEndpoint("fd00::1", 0, TOKEN).join_command(1, 4)

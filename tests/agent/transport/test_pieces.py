@@ -18,23 +18,23 @@ from closeranks.core.errors import SetupError
 
 
 def test_an_address_is_spoken_of_once_and_then_counted() -> None:
-    complaints = RefusalLog()
-    first = complaints.line_for("10.0.0.7", "speaks HTTP", now=0.0)
+    refusal_log = RefusalLog()
+    first = refusal_log.line_for("10.0.0.7", "speaks HTTP", now=0.0)
     assert first == "10.0.0.7 speaks HTTP; it was refused."
-    assert [complaints.line_for("10.0.0.7", "speaks HTTP", now=at) for at in (1.0, 2.0, 599.0)] == [None] * 3
-    again = complaints.line_for("10.0.0.7", "speaks TLS", now=601.0)
+    assert [refusal_log.line_for("10.0.0.7", "speaks HTTP", now=at) for at in (1.0, 2.0, 599.0)] == [None] * 3
+    again = refusal_log.line_for("10.0.0.7", "speaks TLS", now=601.0)
     assert again == "10.0.0.7 speaks TLS; it was refused. It was refused 3 more times before."
 
 
 def test_many_addresses_fill_a_bounded_number_of_lines_and_entries() -> None:
-    complaints = RefusalLog()
-    lines = [complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=number * 1e-4) for number in range(5000)]
+    refusal_log = RefusalLog()
+    lines = [refusal_log.line_for(f"fd00::{number:x}", "speaks HTTP", now=number * 1e-4) for number in range(5000)]
     assert len([line for line in lines if line]) == 10
-    later = complaints.line_for("10.0.0.1", "speaks TLS", now=61.0)
+    later = refusal_log.line_for("10.0.0.1", "speaks TLS", now=61.0)
     assert later == "10.0.0.1 speaks TLS; it was refused. 4990 refusals of other addresses were not reported."
     for number in range(5000):
-        complaints.line_for(f"fd00::{number:x}", "speaks HTTP", now=100.0 * number)
-    assert len(complaints._known) <= 256
+        refusal_log.line_for(f"fd00::{number:x}", "speaks HTTP", now=100.0 * number)
+    assert len(refusal_log._known) <= 256
 
 
 @given(st.integers(0, 1000), st.floats(0.001, 1.0), st.floats(1.0, 100.0))

@@ -91,7 +91,7 @@ def test_fifty_hosts_at_once_each_hear_their_own(cast: Cast) -> None:
 
 def test_fifty_hosts_get_in_and_go_on_while_strangers_shout(cast: Cast) -> None:
     """From the same address, and with few places: some have to come twice, none is disturbed once it is in."""
-    lead, address = cast.lead(terms={"max_strangers": 16})
+    lead, address = cast.lead(limits={"max_unauthenticated": 16})
     host, port = address.split(":")
     program = cast.start("hosts", address=address, count=50, messages=40, window=4)
     num_calls = 0
@@ -144,7 +144,7 @@ def test_a_stopped_host_that_does_not_read_is_closed(stage: Stage, cast: Cast) -
 
 def test_a_real_http_client_and_openssl_are_refused(stage: Stage) -> None:
     """Not bytes we made up: the programs themselves."""
-    server, heard = stage.server(terms=FAST)
+    server, heard = stage.server(limits=FAST)
     url = f"http://{server.address}/"
     fetch = f"import urllib.request as u\ntry: u.urlopen({url!r}, timeout=10)\nexcept OSError: pass"
     commands = [[sys.executable, "-c", fetch]]
@@ -158,7 +158,7 @@ def test_a_real_http_client_and_openssl_are_refused(stage: Stage) -> None:
         stage.loop.watch(ended, lambda ended=ended: stage.loop.unwatch(ended))
         stage.until(lambda process=process: process.poll() is not None)
         os.close(ended)
-    stage.until(lambda: not server._strangers)
+    stage.until(lambda: not server._unauthenticated)
     assert (heard.opened, heard.messages, len(heard.notes)) == ([], [], 1)
 
 
@@ -197,7 +197,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
 def test_a_host_whose_cable_is_cut_is_given_up(cast: Cast, two_hosts: tuple[str, str], is_talking: bool) -> None:
     """Nothing closes the connection: whether data waits for an answer or none was sent, the kernel gives it up."""
     here, there = two_hosts
-    lead, address = cast.lead(host="10.91.0.1", prefix=("ip", "netns", "exec", here), terms={"silence_s": 2.0})
+    lead, address = cast.lead(host="10.91.0.1", prefix=("ip", "netns", "exec", here), limits={"silence_s": 2.0})
     settings = {"count": 1, "messages": 10_000_000, "window": 4} if is_talking else {}
     cast.start("hosts" if is_talking else "stay", ("ip", "netns", "exec", there), address=address, **settings)
     where = lead.hear("opened")["opened"]

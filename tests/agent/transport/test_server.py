@@ -41,18 +41,18 @@ def test_messages_go_both_ways_and_loopback_is_where_it_listens(stage: Stage) ->
     client, host = stage.client(server.address)
     assert server.address.host == "127.0.0.1"
     stage.until(lambda: lead.opened and host.opened)
-    peer = lead.opened[0]
-    assert (peer.remote_address.host, peer.local_host, host.opened[0].remote_address) == (
+    connection = lead.opened[0]
+    assert (connection.remote_address.host, connection.local_host, host.opened[0].remote_address) == (
         "127.0.0.1",
         "127.0.0.1",
         server.address,
     )
     assert client.send({"type": "join", "text": "grüß"})
-    assert peer.send({"type": "welcome"})
+    assert connection.send({"type": "welcome"})
     stage.until(lambda: lead.messages and host.messages)
-    assert lead.messages == [(peer, {"type": "join", "text": "grüß"})]
+    assert lead.messages == [(connection, {"type": "join", "text": "grüß"})]
     assert host.fields == [{"type": "welcome"}]
-    assert server.connections == (peer,)
+    assert server.connections == (connection,)
     assert (lead.notes, host.notes) == ([], [])
 
 
@@ -60,7 +60,7 @@ def test_a_large_message_does_not_block_and_arrives(stage: Stage) -> None:
     _, lead, client, _ = joined(stage)
     text = "x" * ((16 << 20) - 11)
     assert client.send({"text": text})  # type: ignore[attr-defined]
-    assert len(client.connection._talk.outbox) > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
+    assert len(client.connection._channel.outbox) > 1 << 20, "sixteen megabytes do not fit a socket's buffer"  # type: ignore[attr-defined]
     stage.until(lambda: lead.messages)
     assert lead.fields == [{"text": text}]
 
@@ -106,7 +106,7 @@ def test_foreign_callers_are_refused_with_one_sentence(stage: Stage, data: bytes
     assert "it was refused" in lead.notes[0]
     assert client.send({"type": "beat"})  # type: ignore[attr-defined]
     stage.until(lambda: lead.messages)
-    assert (lead.closed, host.closed, len(server._strangers)) == ([], [], 0)
+    assert (lead.closed, host.closed, len(server._unauthenticated)) == ([], [], 0)
 
 
 def test_random_bytes_of_any_length_disturb_nobody(stage: Stage) -> None:
@@ -121,7 +121,7 @@ def test_random_bytes_of_any_length_disturb_nobody(stage: Stage) -> None:
                 stage.turn(time.monotonic())
         assert client.send({"number": number})  # type: ignore[attr-defined]
         stage.turn(time.monotonic())
-    stage.until(lambda: len(lead.messages) == 200 and not server._strangers)
+    stage.until(lambda: len(lead.messages) == 200 and not server._unauthenticated)
     assert [fields["number"] for fields in lead.fields] == list(range(200))
     assert (lead.closed, host.closed) == ([], [])
     assert len(lead.notes) == 1
@@ -150,7 +150,7 @@ def test_a_record_played_again_whole_cut_or_altered_is_refused(
     for _ in range(data.draw(st.integers(0, 3))):
         stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
     with Stage() as stage:
-        server, lead = stage.server(terms=FAST)
+        server, lead = stage.server(limits=FAST)
         with caller(server) as stranger:
             stranger.sendall(stream)
             stranger.shutdown(socket.SHUT_WR)
@@ -166,9 +166,11 @@ def test_each_flipped_byte_on_the_way_is_refused(recorded: tuple[bytes, bytes], 
     way = "up" if towards == "server" else "down"
     for byte in range(total):
         with Stage() as stage:
-            server, lead = stage.server(on_open=lambda peer: peer.send({"type": "welcome", "rank": 1}))
+            server, lead = stage.server(on_open=lambda connection: connection.send({"type": "welcome", "rank": 1}))
             relay = stage.relay(server, **{way: flipping(8 * byte + byte % 8)})
-            _, host = stage.client(relay.address, on_open=lambda peer: peer.send({"type": "join", "host": "h1"}))
+            _, host = stage.client(
+                relay.address, on_open=lambda connection: connection.send({"type": "join", "host": "h1"})
+            )
             heard = lead if towards == "server" else host
             stage.until(lambda heard=heard: heard.closed or heard.notes)
             assert heard.messages == [], f"byte {byte}"
@@ -194,7 +196,12 @@ def test_whole_frames_of_another_connection_are_refused_in_both_directions(stage
     relay = stage.relay(server)
     clients = [stage.client(relay.address) for _ in range(2)]
     stage.until(lambda: len(lead.opened) == 2 and all(heard.opened for _, heard in clients))
-    which = {peer: at for at, (up, _) in enumerate(relay.seen) for peer in lead.opened if at == lead.opened.index(peer)}
+    which = {
+        connection: at
+        for at, (up, _) in enumerate(relay.seen)
+        for connection in lead.opened
+        if at == lead.opened.index(connection)
+    }
     assert sorted(which.values()) == [0, 1]
     before = [(len(up), len(down)) for up, down in relay.seen]
     first = clients[0][0]
@@ -214,8 +221,8 @@ def test_whole_frames_of_another_connection_are_refused_in_both_directions(stage
 
 
 def test_a_wrong_token_is_refused_on_both_sides(stage: Stage) -> None:
-    server, lead = stage.server(terms=FAST)
-    client, host = stage.client(server.address, OTHER_TOKEN, terms=FAST)
+    server, lead = stage.server(limits=FAST)
+    client, host = stage.client(server.address, OTHER_TOKEN, limits=FAST)
     stage.until(lambda: client.num_refused >= 5)
     assert len(lead.notes) == 1
     assert "127.0.0.1 does not hold this job's token" in lead.notes[0]
@@ -226,11 +233,11 @@ def test_a_wrong_token_is_refused_on_both_sides(stage: Stage) -> None:
 
 
 def test_who_says_nothing_or_drips_is_dropped_at_the_deadline(stage: Stage) -> None:
-    server, lead, client, _ = joined(stage, terms=FAST)
+    server, lead, client, _ = joined(stage, limits=FAST)
     began = time.monotonic()
     with caller(server) as mute, caller(server) as slow:
         hello = iter(b"closeranks-control" + b"c\x00\x01" + bytes(32))
-        stage.until(lambda: len(server._strangers) == 2)
+        stage.until(lambda: len(server._unauthenticated) == 2)
         while not is_closed_by_other(slow):
             slow.send(bytes([next(hello)]))
             limit = time.monotonic() + 0.02
@@ -245,26 +252,27 @@ def test_who_says_nothing_or_drips_is_dropped_at_the_deadline(stage: Stage) -> N
 
 
 def test_strangers_are_bounded_and_who_joins_still_gets_in(stage: Stage) -> None:
-    server, lead = stage.server(terms=ChannelLimits(handshake_s=60.0, max_unauthenticated=8))
+    server, lead = stage.server(limits=ChannelLimits(handshake_s=60.0, max_unauthenticated=8))
     flood = [socket.create_connection(server.address) for _ in range(40)]
     stage.until(lambda: sum(map(is_closed_by_other, flood)) >= 32)
-    assert len(server._strangers) == 8
+    assert len(server._unauthenticated) == 8
     _, host = stage.client(server.address)
     stage.until(lambda: host.opened and lead.opened)
-    assert len(server._strangers) <= 8
+    assert len(server._unauthenticated) <= 8
     assert lead.notes == ["127.0.0.1 has too many connections without a token; it was refused."]
     for stranger in flood:
         stranger.close()
 
 
 def test_one_who_does_not_read_is_closed_and_the_others_go_on(stage: Stage) -> None:
-    server, lead = stage.server(terms=ChannelLimits(max_queue_bytes=4 << 20))
+    server, lead = stage.server(limits=ChannelLimits(max_queue_bytes=4 << 20))
     client, host = stage.client(server.address)
     relay = stage.relay(server)
     _, deaf = stage.client(relay.address)
     stage.until(lambda: len(lead.opened) == 2 and host.opened and deaf.opened)
     good, bad = sorted(
-        lead.opened, key=lambda peer: peer.remote_address.port != client.connection._endpoint.getsockname()[1]
+        lead.opened,
+        key=lambda connection: connection.remote_address.port != client.connection._endpoint.getsockname()[1],
     )  # type: ignore[union-attr]
     for ends in relay._ends:  # nobody reads any more, and nobody closes
         for end in ends:
@@ -287,7 +295,7 @@ def test_one_who_does_not_read_is_closed_and_the_others_go_on(stage: Stage) -> N
 
 
 def test_memory_stays_bounded_under_a_flood_of_strangers(stage: Stage) -> None:
-    server, lead = stage.server(terms=ChannelLimits(max_unauthenticated=32))
+    server, lead = stage.server(limits=ChannelLimits(max_unauthenticated=32))
     blob = os.urandom(1 << 20)
     for turn in range(2):
         before = resident_bytes()
@@ -296,7 +304,7 @@ def test_memory_stays_bounded_under_a_flood_of_strangers(stage: Stage) -> None:
                 stranger.setblocking(False)
                 stranger.send(b"closeranks-control" + b"c\x00\x01" + bytes(32) if turn else blob)
                 stage.turn(time.monotonic())
-        stage.until(lambda: not server._strangers)
+        stage.until(lambda: not server._unauthenticated)
         assert resident_bytes() - before < 8 << 20
     assert len(lead.notes) == 1
 
@@ -309,7 +317,7 @@ def test_a_caller_that_ends_in_the_middle_is_told_apart(stage: Stage) -> None:
     place = len(relay.seen[0][0])
     relay.up = lambda data, at: data if at < place else data[:30]
     client.send({"text": "x" * 200})
-    stage.until(lambda: not lead.opened[0]._talk.is_between_messages)
+    stage.until(lambda: not lead.opened[0]._channel.is_between_messages)
     relay.cut()
     stage.until(lambda: lead.closed and host.closed)
     assert lead.closed[0][1] == "closed the connection in the middle of a message"
@@ -320,12 +328,12 @@ def test_a_callback_may_close_anything(stage: Stage) -> None:
     """Messages that came along with the one that made us close are not passed on."""
     heard: list[dict[str, object]] = []
 
-    def close_all(peer: ControlConnection, fields: dict[str, object]) -> None:
+    def close_all(connection: ControlConnection, fields: dict[str, object]) -> None:
         heard.append(fields)
         server.close()
 
     server, lead = stage.server(on_message=close_all)
-    clients = [stage.client(server.address, terms=FAST) for _ in range(4)]
+    clients = [stage.client(server.address, limits=FAST) for _ in range(4)]
     stage.until(lambda: len(lead.opened) == 4 and all(host.opened for _, host in clients))
     for client, _ in clients:
         for number in range(3):
@@ -341,8 +349,8 @@ def test_a_number_that_the_kernel_gives_out_again_is_not_taken_for_the_old_one(s
     new: list[socket.socket] = []
     ready: list[str] = []
 
-    def replace(peer: ControlConnection, fields: dict[str, object]) -> None:
-        (other,) = set(server.connections) - {peer}
+    def replace(connection: ControlConnection, fields: dict[str, object]) -> None:
+        (other,) = set(server.connections) - {connection}
         fd = other._fd
         other.close()
         new.extend(socket.socketpair())
@@ -388,5 +396,5 @@ def test_without_a_descriptor_left_it_rests_and_goes_on(stage: Stage) -> None:
             os.close(fd)
     stage.until(lambda: lead.opened and host.opened)
     endpoint.close()
-    stage.until(lambda: not server._strangers)
+    stage.until(lambda: not server._unauthenticated)
     assert client.is_open

@@ -1,4 +1,4 @@
-"""Crews of several generations from one zygote: what a recovery is made of."""
+"""Worker groups of several generations from one zygote: what a recovery is made of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from closeranks.agent.launch_plan import AgentCallbacks, LaunchPlan
 from closeranks.agent.workers.worker_group import WorkerGroup
 from closeranks.agent.workers.zygote_client import ZygoteClient
 from tests.agent.conftest import Host
-from tests.agent.crews import statuses, worlds_here
+from tests.agent.worker_groups import statuses, worlds_here
 
 pytestmark = pytest.mark.world
 
@@ -27,43 +27,45 @@ def turn_until(loop: EventLoop, is_done: Any) -> None:
 
 def test_a_second_generation_is_forked_after_the_first_was_fenced(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = AgentCallbacks(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
+    callbacks = AgentCallbacks(
+        lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append
+    )
     plan: LaunchPlan = host.plan("hang", 3)
-    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
-        turn_until(loop, lambda: nursery.is_ready)
+    with EventLoop() as loop, ZygoteClient(plan, loop, callbacks) as zygote_client:
+        turn_until(loop, lambda: zygote_client.is_ready)
         pids: list[set[int]] = []
         for generation in range(3):
-            with WorkerGroup(plan, worlds_here(3, generation), nursery, loop, listener) as crew:
+            with WorkerGroup(plan, worlds_here(3, generation), zygote_client, loop, callbacks) as group:
                 turn_until(loop, lambda: len(host.events) == 3)
                 pids.append({event["pid"] for _, event in host.events})
-                assert {member.world.generation for member in crew.workers} == {generation}
+                assert {worker.world.generation for worker in group.workers} == {generation}
                 host.events.clear()
-                crew.fence()
-                turn_until(loop, lambda: crew.num_left == 0)
-                assert statuses(crew) == dict.fromkeys(range(3), -signal.SIGKILL)
-                assert crew.failed_at is None, "whom we killed did not fail"
+                group.fence()
+                turn_until(loop, lambda: group.num_left == 0)
+                assert statuses(group) == dict.fromkeys(range(3), -signal.SIGKILL)
+                assert group.failed_at is None, "whom we killed did not fail"
         assert len(set.union(*pids)) == 9
-        assert nursery.error is None
+        assert zygote_client.error is None
 
 
 def test_a_crew_fenced_while_it_is_forked_leaves_nobody(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
+    callbacks = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
     plan = host.plan("hang", 8)
-    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
-        turn_until(loop, lambda: nursery.is_ready)
-        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
-            crew.fence()
-            turn_until(loop, lambda: crew.num_left == 0)
-            assert set(statuses(crew).values()) == {-signal.SIGKILL}
+    with EventLoop() as loop, ZygoteClient(plan, loop, callbacks) as zygote_client:
+        turn_until(loop, lambda: zygote_client.is_ready)
+        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), zygote_client, loop, callbacks) as group:
+            group.fence()
+            turn_until(loop, lambda: group.num_left == 0)
+            assert set(statuses(group).values()) == {-signal.SIGKILL}
 
 
 def test_leaving_a_crew_ends_it(host: Host) -> None:
     host.log_folder.mkdir()
-    listener = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
+    callbacks = AgentCallbacks(lambda *_: None, lambda *_: None, host.notes.append)
     plan = host.plan("hang", 2)
-    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
-        turn_until(loop, lambda: nursery.is_ready)
-        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), nursery, loop, listener) as crew:
-            turn_until(loop, lambda: all(member.pid for member in crew.workers))
-        assert crew.num_left == 0
+    with EventLoop() as loop, ZygoteClient(plan, loop, callbacks) as zygote_client:
+        turn_until(loop, lambda: zygote_client.is_ready)
+        with WorkerGroup(plan, worlds_here(plan.num_workers, 0), zygote_client, loop, callbacks) as group:
+            turn_until(loop, lambda: all(worker.pid for worker in group.workers))
+        assert group.num_left == 0

@@ -24,8 +24,8 @@ from closeranks.agent.workers.zygote import import_error
 from closeranks.agent.workers.zygote_client import ZygoteClient
 from closeranks.elastic.faults.cgroups import CgroupControl, ControlGroup, find_cgroup_parent
 from tests.agent.conftest import Host
-from tests.agent.crews import statuses, worlds_here
 from tests.agent.traces import is_listening
+from tests.agent.worker_groups import statuses, worlds_here
 from tests.agent.workers.test_worker_group import turn_until
 
 
@@ -57,28 +57,30 @@ def test_words_for_a_failed_import() -> None:
 
 @contextmanager
 def standing(host: Host, warm: str = "learn") -> Iterator[tuple[LaunchPlan, ZygoteClient, EventLoop, AgentCallbacks]]:
-    """A nursery that is ready, of a plan that survives."""
+    """A zygote client that is ready, of a plan that recovers from faults."""
     host.log_folder.mkdir()
-    listener = AgentCallbacks(lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append)
-    survival = RecoverySettings(
+    callbacks = AgentCallbacks(
+        lambda rank, event: host.events.append((rank, event)), lambda *_: None, host.notes.append
+    )
+    settings = RecoverySettings(
         FaultLimits(), lambda _: None, lambda _: "", warm_up=f"warm_entries:{warm}" if warm else ""
     )
-    plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, recovery_settings=survival)
-    with EventLoop() as loop, ZygoteClient(plan, loop, listener) as nursery:
-        turn_until(loop, lambda: nursery.is_ready)
-        yield plan, nursery, loop, listener
+    plan = host.plan("warm_entries:tell", 2, payload={"lesson": "forks"}, recovery_settings=settings)
+    with EventLoop() as loop, ZygoteClient(plan, loop, callbacks) as zygote_client:
+        turn_until(loop, lambda: zygote_client.is_ready)
+        yield plan, zygote_client, loop, callbacks
 
 
 def generations(host: Host, warm: str, num_generations: int = 2) -> list[dict[str, Any]]:
     """What rank 0 of each generation knows, when the zygote was asked to learn after the first was forked."""
     told: list[dict[str, Any]] = []
-    with standing(host, warm) as (plan, nursery, loop, listener):
+    with standing(host, warm) as (plan, zygote_client, loop, callbacks):
         for generation in range(num_generations):
-            with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
-                turn_until(loop, lambda: crew.num_left == 0)
-                assert statuses(crew) == {0: 0, 1: 0}
+            with WorkerGroup(plan, worlds_here(2, generation), zygote_client, loop, callbacks) as worker_group:
+                turn_until(loop, lambda: worker_group.num_left == 0)
+                assert statuses(worker_group) == {0: 0, 1: 0}
             told.append(host.named("knows")[0])
-        assert nursery.error is None
+        assert zygote_client.error is None
     assert len({one["zygote"] for one in told}) == 1
     return told
 
@@ -117,10 +119,12 @@ def until_gone(pids: list[int], loop: EventLoop | None = None) -> None:
             loop.run_once(time.monotonic())
 
 
-def heir_of(nursery: ZygoteClient, loop: EventLoop) -> int:
+def standby_of(zygote_client: ZygoteClient, loop: EventLoop) -> int:
     """The process that would take the zygote's place."""
     deadline = time.monotonic() + 20.0
-    while not (found := [one.pid for one in psutil.Process(nursery.pid).children() if os.getsid(one.pid) == one.pid]):
+    while not (
+        found := [one.pid for one in psutil.Process(zygote_client.pid).children() if os.getsid(one.pid) == one.pid]
+    ):
         assert time.monotonic() < deadline, "nobody was left in its place"
         loop.run_once(time.monotonic() + 0.02)
     loop.run_once(time.monotonic() + 0.1)
@@ -132,85 +136,85 @@ class TestSpare:
     """A zygote that is killed has left another that knows as much, and workers need not wait for its imports."""
 
     def test_it_takes_the_place_of_one_that_was_killed(self, host: Host) -> None:
-        heirs = []
-        with standing(host) as (plan, nursery, loop, listener):
+        standbys = []
+        with standing(host) as (plan, zygote_client, loop, callbacks):
             for generation in range(3):
-                with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
-                    turn_until(loop, lambda: crew.num_left == 0)
-                    assert statuses(crew) == {0: 0, 1: 0}
+                with WorkerGroup(plan, worlds_here(2, generation), zygote_client, loop, callbacks) as worker_group:
+                    turn_until(loop, lambda: worker_group.num_left == 0)
+                    assert statuses(worker_group) == {0: 0, 1: 0}
                 told = host.named("knows")[0]
-                assert told["zygote"] == nursery.pid == (heirs[-1] if heirs else told["zygote"])
+                assert told["zygote"] == zygote_client.pid == (standbys[-1] if standbys else told["zygote"])
                 assert told["known"] == (["forks"] if generation else [])
-                heirs.append(heir_of(nursery, loop))
-                os.kill(nursery.pid, signal.SIGKILL)
-                turn_until(loop, lambda: nursery.error is not None)
-                nursery.restart()
-                assert nursery.is_ready
-                assert nursery.error is None
-        assert len(set(heirs)) == 3
-        until_gone(heirs)
+                standbys.append(standby_of(zygote_client, loop))
+                os.kill(zygote_client.pid, signal.SIGKILL)
+                turn_until(loop, lambda: zygote_client.error is not None)
+                zygote_client.restart()
+                assert zygote_client.is_ready
+                assert zygote_client.error is None
+        assert len(set(standbys)) == 3
+        until_gone(standbys)
 
     def test_one_that_is_lost_itself_is_replaced_with_the_next_generation(self, host: Host) -> None:
-        with standing(host) as (plan, nursery, loop, listener):
-            heirs = []
+        with standing(host) as (plan, zygote_client, loop, callbacks):
+            standbys = []
             for generation in range(2):
-                with WorkerGroup(plan, worlds_here(2, generation), nursery, loop, listener) as crew:
-                    turn_until(loop, lambda: crew.num_left == 0)
-                heirs.append(heir_of(nursery, loop))
-                os.kill(heirs[-1], signal.SIGKILL)
-                until_gone(heirs[-1:], loop)
-            assert heirs[0] != heirs[1]
-            os.kill(nursery.pid, signal.SIGKILL)
-            turn_until(loop, lambda: nursery.error is not None)
-            nursery.restart()
-            assert not nursery.is_ready, "nobody is left who has imported anything"
-            turn_until(loop, lambda: nursery.is_ready)
+                with WorkerGroup(plan, worlds_here(2, generation), zygote_client, loop, callbacks) as worker_group:
+                    turn_until(loop, lambda: worker_group.num_left == 0)
+                standbys.append(standby_of(zygote_client, loop))
+                os.kill(standbys[-1], signal.SIGKILL)
+                until_gone(standbys[-1:], loop)
+            assert standbys[0] != standbys[1]
+            os.kill(zygote_client.pid, signal.SIGKILL)
+            turn_until(loop, lambda: zygote_client.error is not None)
+            zygote_client.restart()
+            assert not zygote_client.is_ready, "nobody is left who has imported anything"
+            turn_until(loop, lambda: zygote_client.is_ready)
 
     def test_a_zygote_that_was_stopped_is_given_up_when_it_is_needed(self, host: Host) -> None:
-        with standing(host) as (plan, nursery, loop, listener):
-            with WorkerGroup(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
-                turn_until(loop, lambda: crew.num_left == 0)
-            heir = heir_of(nursery, loop)
-            os.kill(nursery.pid, signal.SIGSTOP)
-            assert nursery.check_alive(time.monotonic() + 1e6) is None, "nobody waits for it"
-            with WorkerGroup(plan, worlds_here(1, 1), nursery, loop, listener) as crew:
+        with standing(host) as (plan, zygote_client, loop, callbacks):
+            with WorkerGroup(plan, worlds_here(1, 0), zygote_client, loop, callbacks) as worker_group:
+                turn_until(loop, lambda: worker_group.num_left == 0)
+            standby = standby_of(zygote_client, loop)
+            os.kill(zygote_client.pid, signal.SIGSTOP)
+            assert zygote_client.check_alive(time.monotonic() + 1e6) is None, "nobody waits for it"
+            with WorkerGroup(plan, worlds_here(1, 1), zygote_client, loop, callbacks) as worker_group:
                 deadline = time.monotonic() + 20.0
-                while nursery.error is None:
+                while zygote_client.error is None:
                     assert time.monotonic() < deadline
-                    loop.run_once(nursery.check_alive(time.monotonic()))
-                assert "killed by SIGKILL" in str(nursery.error)
-            nursery.restart()
-            assert nursery.pid == heir
-            with WorkerGroup(plan, worlds_here(1, 2), nursery, loop, listener) as crew:
-                turn_until(loop, lambda: crew.num_left == 0)
-                assert statuses(crew) == {0: 0}
+                    loop.run_once(zygote_client.check_alive(time.monotonic()))
+                assert "killed by SIGKILL" in str(zygote_client.error)
+            zygote_client.restart()
+            assert zygote_client.pid == standby
+            with WorkerGroup(plan, worlds_here(1, 2), zygote_client, loop, callbacks) as worker_group:
+                turn_until(loop, lambda: worker_group.num_left == 0)
+                assert statuses(worker_group) == {0: 0}
 
     def test_one_killed_while_it_imports_again_is_replaced_once_more(self, host: Host) -> None:
-        with standing(host) as (_, nursery, loop, _):
-            for _ in range(3):  # no worker was forked, so that none has left an heir
-                os.kill(nursery.pid, signal.SIGKILL)
-                turn_until(loop, lambda: nursery.error is not None)
-                assert nursery.was_ready
-                nursery.restart()
-            turn_until(loop, lambda: nursery.is_ready)
+        with standing(host) as (_, zygote_client, loop, _):
+            for _ in range(3):  # no worker was forked, so that there is no standby
+                os.kill(zygote_client.pid, signal.SIGKILL)
+                turn_until(loop, lambda: zygote_client.error is not None)
+                assert zygote_client.was_ready
+                zygote_client.restart()
+            turn_until(loop, lambda: zygote_client.is_ready)
 
     def test_where_nobody_can_be_forked_the_reason_is_told_and_nobody_waits(self, host: Host) -> None:
-        with standing(host) as (plan, nursery, loop, listener):
+        with standing(host) as (plan, zygote_client, loop, callbacks):
             group = ControlGroup(find_cgroup_parent(CgroupControl("pids", "pids", "pids.max", "pids.max")))
             try:
                 group.write("pids.max", "1")
-                group.add(nursery.pid)
-                with WorkerGroup(plan, worlds_here(2, 0), nursery, loop, listener) as crew:
-                    turn_until(loop, lambda: nursery.error is not None)
-                    assert "a worker could not be forked (Resource temporarily unavailable)" in str(nursery.error)
-                    crew.fence()
-                    assert crew.num_left == 0
+                group.add(zygote_client.pid)
+                with WorkerGroup(plan, worlds_here(2, 0), zygote_client, loop, callbacks) as worker_group:
+                    turn_until(loop, lambda: zygote_client.error is not None)
+                    assert "a worker could not be forked (Resource temporarily unavailable)" in str(zygote_client.error)
+                    worker_group.fence()
+                    assert worker_group.num_left == 0
             finally:
                 group.remove()
 
     def test_it_ends_when_the_agent_lets_go_of_it(self, host: Host) -> None:
-        with standing(host) as (plan, nursery, loop, listener):
-            with WorkerGroup(plan, worlds_here(1, 0), nursery, loop, listener) as crew:
-                turn_until(loop, lambda: crew.num_left == 0)
-            both = [nursery.pid, heir_of(nursery, loop)]
+        with standing(host) as (plan, zygote_client, loop, callbacks):
+            with WorkerGroup(plan, worlds_here(1, 0), zygote_client, loop, callbacks) as worker_group:
+                turn_until(loop, lambda: worker_group.num_left == 0)
+            both = [zygote_client.pid, standby_of(zygote_client, loop)]
         until_gone(both)

@@ -27,7 +27,7 @@ from closeranks.run.job.job import Job, check_workers, layout_for, load_job
 from closeranks.run.state.state import RunState
 from closeranks.run.worker import generation_cache, warmup
 from closeranks.telemetry.run_log.recorder import read_events
-from tests.agent.crews import statuses, worlds_here
+from tests.agent.worker_groups import statuses, worlds_here
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny.toml"

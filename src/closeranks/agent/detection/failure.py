@@ -22,7 +22,7 @@ _MAX_TRACEBACK_CHARS = 20_000
 NO_STORE = "rank 0 has not opened its store"
 
 # Messages of gloo, NCCL and the store when the other end is gone or silent.
-_ECHO = re.compile(
+_CONSEQUENCE = re.compile(
     r"connection (was )?(reset|closed|aborted|refused)|broken pipe|closed by peer|socket (timeout|closed)"
     r"|gloo.*(timeout|timed out)|timed out (after|waiting)|wait timeout|connectfullmesh|pair closure"
     r"|nccl.*(timeout|remote|abort|unhandled|internal error)|remote process exited|watchdog caught"
@@ -76,7 +76,9 @@ def is_consequence(error: BaseException) -> bool:
     """Whether this looks like the loss of another rank. A ``UserError`` never does, whatever it was raised from."""
     if isinstance(error, UserError):
         return False
-    return any(isinstance(link, ConnectionError) or _ECHO.search(printable_message(link)) for link in _chain(error))
+    return any(
+        isinstance(link, ConnectionError) or _CONSEQUENCE.search(printable_message(link)) for link in _chain(error)
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -20,11 +20,13 @@ from closeranks.agent.detection.progress import PHASE_WORDS, STEADY, WorkerPhase
 
 LOOK_S = 0.5
 """The longest interval between two checks; a small ``floor_s`` shortens it."""
-_PATIENT = 10.0
+_READ_FACTOR = 10.0
 """How many times ``floor_s`` a read may take: a disk or a store may pause for a while, and another worker would not
 read any faster. The first visit to a phase in a new generation may take as long, if an earlier generation knew the
 phase."""
-_BOUNDLESS = frozenset({WorkerPhase.START, WorkerPhase.HOOK, WorkerPhase.COMPILE, WorkerPhase.SAVE, WorkerPhase.END})
+_UNPREDICTABLE = frozenset(
+    {WorkerPhase.START, WorkerPhase.HOOK, WorkerPhase.COMPILE, WorkerPhase.SAVE, WorkerPhase.END}
+)
 """Phases whose earlier durations predict nothing: a hook that usually prints may compute for minutes every thousandth
 time."""
 STOPPED_S = 2.0
@@ -52,11 +54,11 @@ class HangDeadlines:
         """How long a worker may show no progress in a phase. ``longest_s``: the longest recent visit; None: not seen in
         this generation. ``earlier_s``: the longest visit in earlier generations."""
         known_s = self.factor * max(longest_s or 0.0, earlier_s or 0.0)
-        if phase in _BOUNDLESS or (longest_s is None and earlier_s is None):
+        if phase in _UNPREDICTABLE or (longest_s is None and earlier_s is None):
             return max(self.first_s, self.floor_s, known_s)
         if phase in STEADY and longest_s is not None:
             return max(self.floor_s, self.factor * longest_s)
-        return max(_PATIENT * self.floor_s, known_s)
+        return max(_READ_FACTOR * self.floor_s, known_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """What the kernel reports about one process; ``agent.look`` fills it in."""
+    """What the kernel reports about one process; ``process_probe`` fills it in."""
 
     state: str
     """Of the main thread: R, S, D, T, t; empty when it is gone."""
@@ -104,108 +106,110 @@ class ProcessSample:
 
 
 _SIGNS: tuple[tuple[str, Callable[[ProcessSample], bool]], ...] = (
-    ("", lambda sight: sight.state == _STOPPED),
-    ("stuck in the kernel, perhaps in a driver or a network file system", lambda sight: sight.state == "D"),
+    ("", lambda sample: sample.state == _STOPPED),
+    ("stuck in the kernel, perhaps in a driver or a network file system", lambda sample: sample.state == "D"),
     (
         "asleep, and not in a collective",
-        lambda sight: sight.state == "S" and sight.load < _BUSY and sight.call not in ("", "lock"),
+        lambda sample: sample.state == "S" and sample.load < _BUSY and sample.call not in ("", "lock"),
     ),
-    ("busy while the others wait, perhaps holding the GIL", lambda sight: sight.load >= _BUSY),
+    ("busy while the others wait, perhaps holding the GIL", lambda sample: sample.load >= _BUSY),
 )
 """What tells a suspect from ranks that wait, each with its wording; a stop is recorded in ``Hang.is_stopped``."""
 
 
-def position(word: WorkerProgress) -> tuple[int, int, int]:
+def position(progress: WorkerProgress) -> tuple[int, int, int]:
     """A sort key for progress, by which workers that wait for each other can be compared."""
     return (
-        -1 if word.step is None else word.step,
-        word.phase,
-        word.micro_batches_done if word.phase is WorkerPhase.COMPUTE else 0,
+        -1 if progress.step is None else progress.step,
+        progress.phase,
+        progress.micro_batches_done if progress.phase is WorkerPhase.COMPUTE else 0,
     )
 
 
-def furthest_behind(words: Mapping[int, WorkerProgress]) -> tuple[int, ...]:
+def furthest_behind(progress_of: Mapping[int, WorkerProgress]) -> tuple[int, ...]:
     """The ranks that are furthest behind: all of them, when all are alike."""
-    furthest = min(map(position, words.values()), default=None)
-    return tuple(sorted(rank for rank, word in words.items() if position(word) == furthest))
+    furthest = min(map(position, progress_of.values()), default=None)
+    return tuple(sorted(rank for rank, progress in progress_of.items() if position(progress) == furthest))
 
 
 def find_hang(
-    words: Mapping[int, WorkerProgress],
+    progress_of: Mapping[int, WorkerProgress],
     now: float,
     deadlines: HangDeadlines,
     *,
     earlier: Mapping[WorkerPhase, float] = _NOTHING,
     awake_since: float = 0.0,
 ) -> Hang | None:
-    """The hang among the live workers of a generation, or None. ``words``: progress by rank; ``awake_since``: time
-    before it does not count."""
-    if not words:
+    """The hang among the live workers of a generation, or None. ``progress_of``: by rank; ``awake_since``: time before
+    it does not count."""
+    if not progress_of:
         return None
-    suspects = furthest_behind(words)
-    phase, step = words[suspects[0]].phase, words[suspects[0]].step
-    since = max(awake_since, *(words[rank].at for rank in suspects))
-    known = [words[rank].longest.get(phase) for rank in suspects]
+    suspects = furthest_behind(progress_of)
+    phase, step = progress_of[suspects[0]].phase, progress_of[suspects[0]].step
+    since = max(awake_since, *(progress_of[rank].at for rank in suspects))
+    known = [progress_of[rank].longest.get(phase) for rank in suspects]
     # The slowest suspect sets the limit for all; if one has not completed the phase yet, it counts as a first visit.
     longest_s = None if None in known else max(seen for seen in known if seen is not None)
     limit_s = deadlines.limit_s(phase, longest_s, earlier.get(phase))
     return Hang(suspects, step, phase, since, limit_s) if now - since > limit_s else None
 
 
-def narrow_by_kernel(still: Hang, sights: Mapping[int, ProcessSample]) -> Hang:
+def narrow_by_kernel(hang: Hang, samples: Mapping[int, ProcessSample]) -> Hang:
     """The same hang with fewer suspects, where the kernel's view tells some from the others.
 
     A rank that waits in a collective sleeps on a lock (or, on an accelerator, spins). So the first of these signs that
     holds for some ranks, but not for all, selects them: stopped; stuck in the kernel; asleep in another call; busy.
     """
     for why, test in _SIGNS:
-        found = tuple(rank for rank in still.suspects if rank in sights and test(sights[rank]))
-        if found and (len(found) < len(still.suspects) or not why):
-            return replace(still, suspects=found, is_stopped=not why, why=why)
-    return still
+        found = tuple(rank for rank in hang.suspects if rank in samples and test(samples[rank]))
+        if found and (len(found) < len(hang.suspects) or not why):
+            return replace(hang, suspects=found, is_stopped=not why, why=why)
+    return hang
 
 
-def narrow_by_stack(still: Hang, places: Mapping[int, str]) -> Hang:
+def narrow_by_stack(hang: Hang, places: Mapping[int, str]) -> Hang:
     """The same hang, with only the suspects whose main thread is at another Python location than most. Needs three."""
-    found = {rank: places[rank] for rank in still.suspects if places.get(rank)}
+    found = {rank: places[rank] for rank in hang.suspects if places.get(rank)}
     usual = max(found.values(), key=list(found.values()).count, default="")
     odd = tuple(rank for rank, place in found.items() if place != usual)
-    if not odd or 2 * len(odd) >= len(still.suspects):
-        return still
-    return replace(still, suspects=odd, why=f"at {found[odd[0]]}, most others at {usual}")
+    if not odd or 2 * len(odd) >= len(hang.suspects):
+        return hang
+    return replace(hang, suspects=odd, why=f"at {found[odd[0]]}, most others at {usual}")
 
 
-def narrow_by_data_read(still: Hang, places: Mapping[int, str]) -> Hang:
+def narrow_by_data_read(hang: Hang, places: Mapping[int, str]) -> Hang:
     """The same hang for ranks that wait for data: a rank with a thread or process in the user's code that reads samples
     is one that the others wait for."""
     found = {rank: place for rank, place in places.items() if place}
     if not found:
-        return still
+        return hang
     place = found[min(found)]
-    return replace(still, suspects=tuple(sorted(found)), why=f"reading a sample at {place} does not return")
+    return replace(hang, suspects=tuple(sorted(found)), why=f"reading a sample at {place} does not return")
 
 
 def merge_hangs(
-    claims: Mapping[str, Hang], host_of: Mapping[int, str], words: Mapping[int, WorkerProgress]
+    reports: Mapping[str, Hang], host_of: Mapping[int, str], progress_of: Mapping[int, WorkerProgress]
 ) -> Hang | None:
     """The hang over several hosts. Each host sees its own workers only, and reports a hang also when they just wait for
     a worker of another host. So there is a hang when every host with a rank that is furthest behind of all reports one;
     of those reports, the ones with evidence (``why``) are preferred. A stopped rank is certain without the other hosts.
     """
-    held = {host: still for host, still in claims.items() if all(_holds(still, words.get(r)) for r in still.suspects)}
-    certain = [still for still in held.values() if still.is_stopped]
-    needed = {host_of[rank] for rank in furthest_behind(words)}
-    if not certain and not needed <= held.keys():
+    confirmed = {
+        host: hang for host, hang in reports.items() if all(_holds(hang, progress_of.get(r)) for r in hang.suspects)
+    }
+    certain = [hang for hang in confirmed.values() if hang.is_stopped]
+    needed = {host_of[rank] for rank in furthest_behind(progress_of)}
+    if not certain and not needed <= confirmed.keys():
         return None
-    told = certain or [held[host] for host in sorted(needed)]
-    sharp = [still for still in told if still.is_stopped or still.why] or told
-    suspects = tuple(sorted(rank for still in sharp for rank in still.suspects))
-    return replace(sharp[0], suspects=suspects) if suspects else None
+    chosen = certain or [confirmed[host] for host in sorted(needed)]
+    specific = [hang for hang in chosen if hang.is_stopped or hang.why] or chosen
+    suspects = tuple(sorted(rank for hang in specific for rank in hang.suspects))
+    return replace(specific[0], suspects=suspects) if suspects else None
 
 
-def _holds(still: Hang, word: WorkerProgress | None) -> bool:
+def _holds(hang: Hang, progress: WorkerProgress | None) -> bool:
     """Whether a rank is still in the step and phase that its host reported."""
-    return word is not None and (word.step, word.phase) == (still.step, still.phase)
+    return progress is not None and (progress.step, progress.phase) == (hang.step, hang.phase)
 
 
 class HangDetector:
@@ -217,47 +221,51 @@ class HangDetector:
         self._earlier: dict[WorkerPhase, float] = {}
         self._latest: Collection[WorkerProgress] = ()
         self._stopped: dict[int, tuple[WorkerProgress, float]] = {}
-        self._looked_at = self._awake_since = 0.0
+        self._checked_at = self._awake_since = 0.0
 
     def begin(self) -> None:
         """A new generation: what earlier ones learned is the limit for the first visit to each phase."""
         self._earlier = longest_by_phase(self._latest, self._earlier)
-        self._latest, self._stopped, self._looked_at = (), {}, 0.0
+        self._latest, self._stopped, self._checked_at = (), {}, 0.0
 
-    def check(self, words: Mapping[int, WorkerProgress], states: Mapping[int, str], now: float) -> Hang | None:
+    def check(self, progress_of: Mapping[int, WorkerProgress], states: Mapping[int, str], now: float) -> Hang | None:
         """Call it every ``every_s`` with the progress of all live workers, and the kernel's state of each process."""
-        if now - self._looked_at > 4 * self.every_s + 1.0:
+        if now - self._checked_at > 4 * self.every_s + 1.0:
             self._awake_since, self._stopped = now, {}  # this process did not run, and perhaps neither did the workers
-        self._looked_at, self._latest = now, list(words.values())
-        still = self._held(words, states, now) or find_hang(
-            words, now, self._deadlines, earlier=self._earlier, awake_since=self._awake_since
+        self._checked_at, self._latest = now, list(progress_of.values())
+        hang = self._stopped_hang(progress_of, states, now) or find_hang(
+            progress_of, now, self._deadlines, earlier=self._earlier, awake_since=self._awake_since
         )
-        if still is not None and all(states.get(rank) == _STOPPED for rank in still.suspects):
-            still = replace(still, is_stopped=True)
-        return still
+        if hang is not None and all(states.get(rank) == _STOPPED for rank in hang.suspects):
+            hang = replace(hang, is_stopped=True)
+        return hang
 
-    def _held(self, words: Mapping[int, WorkerProgress], states: Mapping[int, str], now: float) -> Hang | None:
+    def _stopped_hang(
+        self, progress_of: Mapping[int, WorkerProgress], states: Mapping[int, str], now: float
+    ) -> Hang | None:
         """Ranks that were stopped at every check for a while, in whatever phase: waiting longer would not help."""
-        held = [rank for rank, state in states.items() if state == _STOPPED and rank in words]
+        stopped = [rank for rank, state in states.items() if state == _STOPPED and rank in progress_of]
         last, self._stopped = self._stopped, {}
-        for rank in held:
+        for rank in stopped:
             before = last.get(rank)
-            self._stopped[rank] = before if before and before[0].at == words[rank].at else (words[rank], now)
+            self._stopped[rank] = (
+                before if before and before[0].at == progress_of[rank].at else (progress_of[rank], now)
+            )
         limit_s = self._deadlines.stopped_s
-        ripe = sorted(rank for rank, (_, since) in self._stopped.items() if now - since >= limit_s)
-        if not ripe:
+        overdue = sorted(rank for rank, (_, since) in self._stopped.items() if now - since >= limit_s)
+        if not overdue:
             return None
-        word = words[ripe[0]]
-        since = max(word.at, self._awake_since)
-        return Hang(tuple(ripe), word.step, word.phase, since, limit_s, is_stopped=True)
+        progress = progress_of[overdue[0]]
+        since = max(progress.at, self._awake_since)
+        return Hang(tuple(overdue), progress.step, progress.phase, since, limit_s, is_stopped=True)
 
 
 def longest_by_phase(
-    words: Iterable[WorkerProgress], earlier: Mapping[WorkerPhase, float] = _NOTHING
+    all_progress: Iterable[WorkerProgress], earlier: Mapping[WorkerPhase, float] = _NOTHING
 ) -> dict[WorkerPhase, float]:
     """The longest visit of any worker to each phase, now or earlier."""
     found = dict(earlier)
-    for word in words:
-        for phase, seconds in word.longest.items():
+    for progress in all_progress:
+        for phase, seconds in progress.longest.items():
             found[phase] = max(found.get(phase, 0.0), seconds)
     return found

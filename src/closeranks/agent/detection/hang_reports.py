@@ -20,30 +20,30 @@ HANG_EVENT = "still"
 """The event that a host's workers hang, as far as it can see."""
 
 
-def encode_hang(still: Hang, now: float) -> dict[str, Any]:
+def encode_hang(hang: Hang, now: float) -> dict[str, Any]:
     return {
         "event": HANG_EVENT,
-        "suspects": list(still.suspects),
-        "step": still.step,
-        "phase": int(still.phase),
-        "age_s": now - still.since,
-        "limit_s": still.limit_s,
-        "is_stopped": still.is_stopped,
-        "why": still.why,
+        "suspects": list(hang.suspects),
+        "step": hang.step,
+        "phase": int(hang.phase),
+        "age_s": now - hang.since,
+        "limit_s": hang.limit_s,
+        "is_stopped": hang.is_stopped,
+        "why": hang.why,
     }
 
 
-def decode_hang(told: Mapping[str, Any], now: float) -> Hang:
+def decode_hang(fields: Mapping[str, Any], now: float) -> Hang:
     """Decode a report, with times by the reader's clock. Raises ``ProtocolError``."""
     try:
         return Hang(
-            suspects=tuple(int(rank) for rank in told["suspects"]),
-            step=None if told["step"] is None else int(told["step"]),
-            phase=WorkerPhase(told["phase"]),
-            since=now - float(told["age_s"]),
-            limit_s=float(told["limit_s"]),
-            is_stopped=bool(told["is_stopped"]),
-            why=str(told["why"]),
+            suspects=tuple(int(rank) for rank in fields["suspects"]),
+            step=None if fields["step"] is None else int(fields["step"]),
+            phase=WorkerPhase(fields["phase"]),
+            since=now - float(fields["age_s"]),
+            limit_s=float(fields["limit_s"]),
+            is_stopped=bool(fields["is_stopped"]),
+            why=str(fields["why"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"a host's hang report cannot be read: {error}") from None
@@ -53,49 +53,49 @@ class HangReports:
     """The newest hang report of each host, for one generation. Call ``begin`` before each generation."""
 
     def __init__(self) -> None:
-        self._claims: dict[str, Hang] = {}
-        self._verdict: tuple[Hang, float] | None = None
-        self._front: object = None
-        self._front_since = 0.0
+        self._reports: dict[str, Hang] = {}
+        self._confirmed: tuple[Hang, float] | None = None
+        self._behind: object = None
+        self._behind_since = 0.0
 
     def begin(self) -> None:
-        self._claims, self._verdict, self._front = {}, None, None
+        self._reports, self._confirmed, self._behind = {}, None, None
 
     @property
     def is_undecided(self) -> bool:
         """Whether there are reports, and no decision yet."""
-        return bool(self._claims) and self._verdict is None
+        return bool(self._reports) and self._confirmed is None
 
-    def add(self, host: str, still: Hang) -> None:
-        self._claims[host] = still
+    def add(self, host: str, hang: Hang) -> None:
+        self._reports[host] = hang
 
     def confirmed_hang(
-        self, host_of: Mapping[int, str], words: Mapping[int, WorkerProgress], now: float, sure_s: float
+        self, host_of: Mapping[int, str], progress_of: Mapping[int, WorkerProgress], now: float, sure_s: float
     ) -> Hang | None:
-        """The hang, returned once, when it is certain. ``words``: progress of all ranks, as their hosts last reported.
+        """The hang, returned once, when it is certain. ``progress_of``: of all ranks, as their hosts last reported it.
 
         When the rank furthest behind moves on, the ranks that waited for it briefly seem to be furthest behind, because
         their progress was reported earlier. So a rank counts as furthest behind only after ``sure_s``.
         """
-        if not self.is_undecided or not words.keys() >= host_of.keys():
+        if not self.is_undecided or not progress_of.keys() >= host_of.keys():
             return None
-        front = [(rank, position(words[rank])) for rank in furthest_behind(words)]
-        if front != self._front:
-            self._front, self._front_since = front, now
-        still = merge_hangs(self._claims, host_of, words)
-        if still is None or not (still.is_stopped or now >= self._front_since + sure_s):
+        behind = [(rank, position(progress_of[rank])) for rank in furthest_behind(progress_of)]
+        if behind != self._behind:
+            self._behind, self._behind_since = behind, now
+        hang = merge_hangs(self._reports, host_of, progress_of)
+        if hang is None or not (hang.is_stopped or now >= self._behind_since + sure_s):
             return None
-        self._verdict = (still, now)
-        return still
+        self._confirmed = (hang, now)
+        return hang
 
     def mark_hung(self, workers: Sequence[WorkerReport]) -> tuple[WorkerReport, ...]:
         """The worker reports of a fenced generation, with the workers whose hang it was fenced for marked as hung."""
-        if self._verdict is None:
+        if self._confirmed is None:
             return tuple(workers)
-        still, at = self._verdict
+        hang, at = self._confirmed
         return tuple(
-            replace(fact, hang_kind=still.kind, hang_s=at - still.since, hang_cause=still.cause(at))
-            if fact.rank in still.suspects
-            else fact
-            for fact in workers
+            replace(worker, hang_kind=hang.kind, hang_s=at - hang.since, hang_cause=hang.cause(at))
+            if worker.rank in hang.suspects
+            else worker
+            for worker in workers
         )

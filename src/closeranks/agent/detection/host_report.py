@@ -24,55 +24,55 @@ class HostReport:
 
     def to_fields(self, now: float) -> dict[str, Any]:
         return {
-            "workers": [_aged(fact, now) for fact in self.workers],
+            "workers": [_aged(worker, now) for worker in self.workers],
             "num_oom_kills": self.num_oom_kills,
             "zygote": self.zygote,
         }
 
     @classmethod
-    def from_fields(cls, told: Mapping[str, Any], now: float) -> HostReport:
+    def from_fields(cls, fields: Mapping[str, Any], now: float) -> HostReport:
         try:
             return cls(
-                workers=tuple(_dated(fields, now) for fields in told["workers"]),
-                num_oom_kills=int(told["num_oom_kills"]),
-                zygote=str(told["zygote"]),
+                workers=tuple(_dated(worker, now) for worker in fields["workers"]),
+                num_oom_kills=int(fields["num_oom_kills"]),
+                zygote=str(fields["zygote"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a host's exit report cannot be read: {error}") from None
 
 
-def merge_reports(statements: Sequence[HostReport]) -> HostReport:
+def merge_reports(reports: Sequence[HostReport]) -> HostReport:
     """Merge the reports of all hosts."""
-    workers = sorted((fact for one in statements for fact in one.workers), key=lambda fact: fact.rank)
+    workers = sorted((worker for one in reports for worker in one.workers), key=lambda worker: worker.rank)
     return HostReport(
         workers=tuple(workers),
-        num_oom_kills=sum(one.num_oom_kills for one in statements),
-        zygote=next((one.zygote for one in statements if one.zygote), ""),
+        num_oom_kills=sum(one.num_oom_kills for one in reports),
+        zygote=next((one.zygote for one in reports if one.zygote), ""),
     )
 
 
-def has_failed(statement: HostReport) -> bool:
+def has_failed(report: HostReport) -> bool:
     """Whether any worker failed, rather than being killed with the others or being done."""
-    return bool(statement.zygote) or any(
-        fact.failure is not None or fact.hang_kind or (fact.died_at is not None and not fact.is_finished)
-        for fact in statement.workers
+    return bool(report.zygote) or any(
+        worker.failure is not None or worker.hang_kind or (worker.died_at is not None and not worker.is_finished)
+        for worker in report.workers
     )
 
 
-def _aged(fact: WorkerReport, now: float) -> dict[str, Any]:
-    fields = asdict(fact)
-    fields["died_at"] = None if fact.died_at is None else now - fact.died_at
-    if fact.failure is not None:
-        fields["failure"]["at"] = now - fact.failure.at
+def _aged(worker: WorkerReport, now: float) -> dict[str, Any]:
+    fields = asdict(worker)
+    fields["died_at"] = None if worker.died_at is None else now - worker.died_at
+    if worker.failure is not None:
+        fields["failure"]["at"] = now - worker.failure.at
     return fields
 
 
 def _dated(fields: Mapping[str, Any], now: float) -> WorkerReport:
     died_at, failure = fields["died_at"], fields["failure"]
     tuples = {key: tuple(fields[key]) for key in ("ended_for", "log_tail")}
-    fact = WorkerReport(**{**fields, **tuples, "failure": None, "died_at": None})
+    worker = WorkerReport(**{**fields, **tuples, "failure": None, "died_at": None})
     return replace(
-        fact,
+        worker,
         died_at=None if died_at is None else now - float(died_at),
         failure=None if failure is None else FailureReport(**{**failure, "at": now - float(failure["at"])}),
     )

@@ -19,7 +19,7 @@ from closeranks.core.tracebacks import display_path, is_package_file, is_user_fi
 
 OBSERVED_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_NUM_LOOKS = 5
+_NUM_SAMPLES = 5
 _LOCK_CALLS = ("futex", "202", "98", "449")
 """Sleeping on a lock, by the name of the kernel's function or by the number of the system call (x86, ARM,
 futex_waitv)."""
@@ -39,22 +39,22 @@ def sample_processes(pids: Mapping[int, int | None], seconds: float = OBSERVED_S
     begun = {rank: _stat(pid)[1] for rank, pid in known.items()}
     seen: dict[int, list[tuple[str, str]]] = {rank: [] for rank in known}
     started_at = time.monotonic()
-    for _ in range(_NUM_LOOKS):
-        time.sleep(seconds / _NUM_LOOKS)
+    for _ in range(_NUM_SAMPLES):
+        time.sleep(seconds / _NUM_SAMPLES)
         for rank, pid in known.items():
             seen[rank].append((kernel_state(pid), _call(pid)))
     lasted_s = time.monotonic() - started_at
-    sights = {}
+    samples = {}
     for rank, pid in known.items():
         state, call = max(seen[rank], key=seen[rank].count)
         load = (_stat(pid)[1] - begun[rank]) / lasted_s
-        sights[rank] = ProcessSample(state, call, load)
-    return sights
+        samples[rank] = ProcessSample(state, call, load)
+    return samples
 
 
 def ask_for_stacks(pidfds: Iterable[int]) -> None:
     """Make workers print the stacks of all their threads into their logs, also while a thread holds the GIL
-    (``agent.forked`` registers the signal); a stopped worker does not. The output takes a moment to arrive."""
+    (``workers.forked_worker`` registers the signal); a stopped worker does not. The output takes a moment to arrive."""
     for pidfd in pidfds:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGUSR1)

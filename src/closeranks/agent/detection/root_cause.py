@@ -34,7 +34,7 @@ exited, hung (``hang``), or was ``stopped`` by SIGSTOP; its ``host`` or its ``zy
 a worker was ``slow`` or ``preempted`` or the number of workers changes (``resize``)."""
 
 # These signals are sent from outside; a step that is retried need not meet them again.
-_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+_EXTERNAL_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +88,28 @@ class RootCause:
 
 class _Order(IntEnum):
     SILENT = 0
-    STILL = 1
-    SPOKEN = 2
-    LEFT = 3
-    ECHO = 4
+    HUNG = 1
+    REPORTED = 2
+    EXITED = 3
+    CONSEQUENCE = 4
     BYSTANDER = 5
 
 
-def find_root_cause(facts: Sequence[WorkerReport], num_oom_kills: int = 0) -> RootCause:
+def find_root_cause(workers: Sequence[WorkerReport], num_oom_kills: int = 0) -> RootCause:
     """The culprit and the one error that reports it. At least one worker must have failed."""
-    ordered = sorted(facts, key=_precedence)
+    ordered = sorted(workers, key=_precedence)
     culprit = ordered[0]
     order = _order(culprit)
     if order is _Order.BYSTANDER:
         raise ValueError("no worker has failed: there is nothing to judge")
-    spoken = decode(culprit.failure.error) if culprit.failure and culprit.failure.error else None
-    if isinstance(spoken, UserError):
-        error: CloseranksError = _placed(spoken, culprit, facts)
+    reported = decode(culprit.failure.error) if culprit.failure and culprit.failure.error else None
+    if isinstance(reported, UserError):
+        error: CloseranksError = _with_rank(reported, culprit, workers)
     else:
-        report = _report(culprit, ordered[1:], len(facts), num_oom_kills)
+        report = _report(culprit, ordered[1:], len(workers), num_oom_kills)
         error = RunFailed(report, rank=culprit.rank, step=_step(culprit))
     kind = _kind(culprit, num_oom_kills)
-    is_nobody = len(facts) > 1 and all(_order(fact) is _Order.STILL for fact in facts)
+    is_nobody = len(workers) > 1 and all(_order(worker) is _Order.HUNG for worker in workers)
     return RootCause(
         culprit=-1 if is_nobody else culprit.rank,
         error=error,
@@ -117,7 +117,8 @@ def find_root_cause(facts: Sequence[WorkerReport], num_oom_kills: int = 0) -> Ro
         cause=_cause(culprit, num_oom_kills).partition("\n")[0],
         signature=_signature(culprit, kind),
         step=_step(culprit),
-        is_silent=order is _Order.ECHO or (kind == "killed" and (culprit.status is None or culprit.status in _OUTSIDE)),
+        is_silent=order is _Order.CONSEQUENCE
+        or (kind == "killed" and (culprit.status is None or culprit.status in _EXTERNAL_SIGNALS)),
     )
 
 
@@ -129,88 +130,88 @@ def external_cause(
     return RootCause(rank, error, kind, cause.partition("\n")[0], kind, step, is_silent=True)
 
 
-def _kind(fact: WorkerReport, num_oom_kills: int) -> CauseKind:
-    if _order(fact) is _Order.STILL:
-        return "stopped" if fact.hang_kind == "stopped" else "hang"
-    if fact.failure is not None or (fact.status is not None and fact.status >= 0):
+def _kind(worker: WorkerReport, num_oom_kills: int) -> CauseKind:
+    if _order(worker) is _Order.HUNG:
+        return "stopped" if worker.hang_kind == "stopped" else "hang"
+    if worker.failure is not None or (worker.status is not None and worker.status >= 0):
         return "exception"
-    return "oom" if fact.status == -signal.SIGKILL and num_oom_kills else "killed"
+    return "oom" if worker.status == -signal.SIGKILL and num_oom_kills else "killed"
 
 
-def _signature(fact: WorkerReport, kind: CauseKind) -> str:
+def _signature(worker: WorkerReport, kind: CauseKind) -> str:
     """What must be equal for two faults in one step to count as the same."""
     if kind == "hang":
-        return f"hang while {fact.phase}"
+        return f"hang while {worker.phase}"
     if kind in ("oom", "stopped"):
         return kind
-    if fact.failure is None:
-        return describe_status(fact.status)
+    if worker.failure is None:
+        return describe_status(worker.status)
     # Addresses, process ids and free bytes differ each time; the line of code does not.
-    said = _NUMBERS.sub("#", fact.failure.message)[:_MAX_SIGNATURE_CHARS]
-    return f"{fact.failure.kind} at {fact.failure.place}: {said}"
+    message = _NUMBERS.sub("#", worker.failure.message)[:_MAX_SIGNATURE_CHARS]
+    return f"{worker.failure.kind} at {worker.failure.place}: {message}"
 
 
-def _order(fact: WorkerReport) -> _Order:
-    if fact.failure is not None and not fact.failure.is_consequence:
-        return _Order.SPOKEN
-    if fact.hang_kind and fact.died_at is None:
-        return _Order.STILL
-    if fact.failure is not None:
-        return _Order.ECHO
-    if fact.died_at is None or (fact.is_finished and fact.status == 0):
+def _order(worker: WorkerReport) -> _Order:
+    if worker.failure is not None and not worker.failure.is_consequence:
+        return _Order.REPORTED
+    if worker.hang_kind and worker.died_at is None:
+        return _Order.HUNG
+    if worker.failure is not None:
+        return _Order.CONSEQUENCE
+    if worker.died_at is None or (worker.is_finished and worker.status == 0):
         return _Order.BYSTANDER
-    if fact.status == 0:
-        return _Order.LEFT
-    return _Order.SPOKEN if fact.status == -signal.SIGABRT else _Order.SILENT
+    if worker.status == 0:
+        return _Order.EXITED
+    return _Order.REPORTED if worker.status == -signal.SIGABRT else _Order.SILENT
 
 
-def _precedence(fact: WorkerReport) -> tuple[_Order, float, int]:
-    if fact.failure is not None:
-        return _order(fact), fact.failure.at, fact.rank
-    at = fact.died_at if fact.died_at is not None else float("inf")
-    return _order(fact), at - _ABORT_LEAD_S if fact.status == -signal.SIGABRT else at, fact.rank
+def _precedence(worker: WorkerReport) -> tuple[_Order, float, int]:
+    if worker.failure is not None:
+        return _order(worker), worker.failure.at, worker.rank
+    at = worker.died_at if worker.died_at is not None else float("inf")
+    return _order(worker), at - _ABORT_LEAD_S if worker.status == -signal.SIGABRT else at, worker.rank
 
 
-def _placed(error: UserError, culprit: WorkerReport, facts: Sequence[WorkerReport]) -> UserError:
+def _with_rank(error: UserError, culprit: WorkerReport, workers: Sequence[WorkerReport]) -> UserError:
     """Add the rank to a user error, unless every rank raised the same one: a single rank may have met a bad file."""
-    is_everywhere = all(fact.failure is not None and fact.failure.error == _error(culprit) for fact in facts)
-    if not is_everywhere and error.rank is None and len(facts) > 1:
+    is_everywhere = all(worker.failure is not None and worker.failure.error == _error(culprit) for worker in workers)
+    if not is_everywhere and error.rank is None and len(workers) > 1:
         error.rank = culprit.rank
     return error
 
 
-def _error(fact: WorkerReport) -> dict[str, object] | None:
-    return fact.failure.error if fact.failure else None
+def _error(worker: WorkerReport) -> dict[str, object] | None:
+    return worker.failure.error if worker.failure else None
 
 
-def _step(fact: WorkerReport) -> int | None:
-    if fact.failure is not None and fact.failure.step is not None:
-        return fact.failure.step
-    return fact.step
+def _step(worker: WorkerReport) -> int | None:
+    if worker.failure is not None and worker.failure.step is not None:
+        return worker.failure.step
+    return worker.step
 
 
 def _report(culprit: WorkerReport, others: Sequence[WorkerReport], num_ranks: int, num_oom_kills: int) -> str:
     step = _step(culprit)
     where = "before its first step" if step is None else f"at step {step}"
-    is_told = culprit.failure is not None or culprit.hang_cause
-    doing = f" ({culprit.phase})" if culprit.phase and not is_told else ""
-    are_all_still = bool(others) and all(_order(fact) is _Order.STILL for fact in (culprit, *others))
-    who = f"all {num_ranks} ranks" if are_all_still else f"rank {culprit.rank} of {num_ranks}"
+    is_explained = culprit.failure is not None or culprit.hang_cause
+    doing = f" ({culprit.phase})" if culprit.phase and not is_explained else ""
+    all_hung = bool(others) and all(_order(worker) is _Order.HUNG for worker in (culprit, *others))
+    who = f"all {num_ranks} ranks" if all_hung else f"rank {culprit.rank} of {num_ranks}"
     lines = [f"{who} failed {where}{doing}: {_cause(culprit, num_oom_kills)}"]
-    if others and not are_all_still:
+    if others and not all_hung:
         lines.append(_what_others_did(culprit, others))
     lines += _where_to_look(culprit)
     return "\n".join(lines)
 
 
-def _cause(fact: WorkerReport, num_oom_kills: int) -> str:
-    failure = fact.failure
-    if _order(fact) is _Order.STILL:
-        return _stillness(fact)
-    if failure is None and fact.status == 0:
+def _cause(worker: WorkerReport, num_oom_kills: int) -> str:
+    failure = worker.failure
+    if _order(worker) is _Order.HUNG:
+        return _describe_hang(worker)
+    if failure is None and worker.status == 0:
         return "exited with code 0 before its work was done: something called os._exit(0)"
     if failure is None:
-        return describe_status(fact.status, num_oom_kills)
+        return describe_status(worker.status, num_oom_kills)
     place = f" ({failure.place})" if failure.place else ""
     if failure.kind == "SystemExit":
         return f"sys.exit({failure.message}) was called{place}"
@@ -219,36 +220,36 @@ def _cause(fact: WorkerReport, num_oom_kills: int) -> str:
     return f"{failure.kind}: {failure.message}{place}" if failure.message else f"{failure.kind}{place}"
 
 
-def _stillness(fact: WorkerReport) -> str:
-    if fact.hang_cause:
-        return f"{fact.hang_cause}; declared hung"
-    lasted = f" for {fact.hang_s:.3g} s" if fact.hang_s else ""
-    if fact.hang_kind == "stopped":
+def _describe_hang(worker: WorkerReport) -> str:
+    if worker.hang_cause:
+        return f"{worker.hang_cause}; declared hung"
+    lasted = f" for {worker.hang_s:.3g} s" if worker.hang_s else ""
+    if worker.hang_kind == "stopped":
         return f"stopped by SIGSTOP{lasted}; declared hung"
     return f"made no progress{lasted}; declared hung"
 
 
 def _what_others_did(culprit: WorkerReport, others: Sequence[WorkerReport]) -> str:
     """One line. Ranks with an error that is not a consequence are listed with it: there may be two causes."""
-    agreeing = [fact.rank for fact in others if _same(fact, culprit)]
+    agreeing = [worker.rank for worker in others if _same(worker, culprit)]
     if len(agreeing) == len(others):
         return f"{_ranks(agreeing)} failed in the same way"
-    own = [fact for fact in others if _order(fact) <= _Order.SPOKEN and not _same(fact, culprit)]
-    done = [fact.rank for fact in others if fact.is_finished and fact.status == 0]
-    named = {*agreeing, *done, *(fact.rank for fact in own)}
-    rest = [fact.rank for fact in others if fact.rank not in named]
+    own = [worker for worker in others if _order(worker) <= _Order.REPORTED and not _same(worker, culprit)]
+    done = [worker.rank for worker in others if worker.is_finished and worker.status == 0]
+    named = {*agreeing, *done, *(worker.rank for worker in own)}
+    rest = [worker.rank for worker in others if worker.rank not in named]
     parts = [f"{_ranks(agreeing)} failed in the same way"] if agreeing else []
     parts += [f"{_ranks(rest)} stopped because of it"] if rest else []
     parts += [f"{_ranks(done)} had finished before"] if done else []
-    parts += [f"rank {fact.rank} failed too: {_cause(fact, 0)}".splitlines()[0] for fact in own[:2]]
+    parts += [f"rank {worker.rank} failed too: {_cause(worker, 0)}".splitlines()[0] for worker in own[:2]]
     parts += [f"so did {len(own) - 2} more"] if len(own) > 2 else []
     return "; ".join(parts)
 
 
-def _same(fact: WorkerReport, culprit: WorkerReport) -> bool:
-    if fact.failure is None or culprit.failure is None:
+def _same(worker: WorkerReport, culprit: WorkerReport) -> bool:
+    if worker.failure is None or culprit.failure is None:
         return False
-    return (fact.failure.kind, fact.failure.message) == (culprit.failure.kind, culprit.failure.message)
+    return (worker.failure.kind, worker.failure.message) == (culprit.failure.kind, culprit.failure.message)
 
 
 def _where_to_look(culprit: WorkerReport) -> list[str]:

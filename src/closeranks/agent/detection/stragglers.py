@@ -47,17 +47,17 @@ class ComputeTime:
     """The same in its first steps; 0: not known yet."""
 
 
-def expected_times(paces: Mapping[int, ComputeTime]) -> dict[int, float]:
+def expected_times(times: Mapping[int, ComputeTime]) -> dict[int, float]:
     """For each rank that can be compared, the compute time expected from the others."""
     found = {}
-    for rank, pace in paces.items():
-        others = [(other, one) for other, one in paces.items() if other != rank]
-        alike = [one.own_s for _, one in others if one.lane == pace.lane]
+    for rank, own in times.items():
+        others = [(other, one) for other, one in times.items() if other != rank]
+        alike = [one.own_s for _, one in others if one.lane == own.lane]
         changes = [one.own_s / one.usual_s for _, one in others if one.usual_s > 0]
         if alike:
             found[rank] = median(alike)
-        elif pace.usual_s > 0 and changes:
-            found[rank] = pace.usual_s * median(changes)
+        elif own.usual_s > 0 and changes:
+            found[rank] = own.usual_s * median(changes)
     return {rank: seconds for rank, seconds in found.items() if seconds > 0}
 
 
@@ -65,16 +65,16 @@ def expected_times(paces: Mapping[int, ComputeTime]) -> dict[int, float]:
 class _Record:
     """One rank, between two checks."""
 
-    num_own: int
-    own_sum_s: float
+    num_timed: int
+    compute_sum_s: float
     usual_steps: int = 0
     usual_sum_s: float = 0.0
     num_slow: int = 0
     num_well: int = 0
     slow_since: float = 0.0
-    is_named: bool = False
+    is_reported: bool = False
 
-    def judge(self, is_slow: bool, num_steps: int, now: float) -> None:
+    def update(self, is_slow: bool, num_steps: int, now: float) -> None:
         """Count consecutive steps that were slow, or that were not."""
         if is_slow and self.num_slow == 0:
             self.slow_since = now
@@ -97,39 +97,45 @@ class StragglerDetector:
         """A new generation."""
         self.scores, self._records, self._sampled_at = {}, {}, 0.0
 
-    def check(self, words: Mapping[int, WorkerProgress], now: float) -> list[Straggler]:
+    def check(self, progress_of: Mapping[int, WorkerProgress], now: float) -> list[Straggler]:
         """The stragglers to report now. May be called at any rate, with the progress of all ranks."""
-        if self._records.keys() != words.keys():
-            self._records = {rank: _Record(word.num_timed, word.compute_sum_s) for rank, word in words.items()}
+        if self._records.keys() != progress_of.keys():
+            self._records = {
+                rank: _Record(progress.num_timed, progress.compute_sum_s) for rank, progress in progress_of.items()
+            }
             return []
         share = max(1, self.num_steps // _SAMPLES)
-        is_due = all(word.num_timed - self._records[rank].num_own >= share for rank, word in words.items())
+        is_due = all(
+            progress.num_timed - self._records[rank].num_timed >= share for rank, progress in progress_of.items()
+        )
         if not is_due or now - self._sampled_at < _SAMPLE_S:
             return []
         self._sampled_at = now
-        paces = {rank: self._sample(self._records[rank], word) for rank, word in words.items()}
-        return self._findings(words, paces, now)
+        times = {rank: self._sample(self._records[rank], progress) for rank, progress in progress_of.items()}
+        return self._findings(progress_of, times, now)
 
-    def _sample(self, record: _Record, word: WorkerProgress) -> ComputeTime:
-        spent_s, steps = word.compute_sum_s - record.own_sum_s, word.num_timed - record.num_own
+    def _sample(self, record: _Record, progress: WorkerProgress) -> ComputeTime:
+        spent_s, steps = progress.compute_sum_s - record.compute_sum_s, progress.num_timed - record.num_timed
         usual_s = record.usual_sum_s / record.usual_steps if record.usual_steps >= self.num_steps else 0.0
-        if not usual_s and record.num_own:  # the very first steps are warm-up
+        if not usual_s and record.num_timed:  # the very first steps are warm-up
             record.usual_sum_s += spent_s
             record.usual_steps += steps
-        return ComputeTime(spent_s / steps, word.pipeline_rank, usual_s)
+        return ComputeTime(spent_s / steps, progress.pipeline_rank, usual_s)
 
     def _findings(
-        self, words: Mapping[int, WorkerProgress], paces: Mapping[int, ComputeTime], now: float
+        self, progress_of: Mapping[int, WorkerProgress], times: Mapping[int, ComputeTime], now: float
     ) -> list[Straggler]:
-        found, should_s = [], expected_times(paces)
-        self.scores = {rank: paces[rank].own_s / seconds for rank, seconds in should_s.items()}
-        for rank, word in words.items():
+        found, expected_s = [], expected_times(times)
+        self.scores = {rank: times[rank].own_s / seconds for rank, seconds in expected_s.items()}
+        for rank, progress in progress_of.items():
             record = self._records[rank]
-            record.judge(self.scores.get(rank, 1.0) > self.ratio, word.num_timed - record.num_own, now)
-            record.num_own, record.own_sum_s = word.num_timed, word.compute_sum_s
-            if record.is_named:
-                record.is_named = record.num_well < self.num_steps
+            record.update(self.scores.get(rank, 1.0) > self.ratio, progress.num_timed - record.num_timed, now)
+            record.num_timed, record.compute_sum_s = progress.num_timed, progress.compute_sum_s
+            if record.is_reported:
+                record.is_reported = record.num_well < self.num_steps
             elif record.num_slow >= self.num_steps and now - record.slow_since >= SPAN_S:
-                record.is_named = True
-                found.append(Straggler(rank, word.step or 0, self.scores[rank], paces[rank].own_s, should_s[rank]))
+                record.is_reported = True
+                found.append(
+                    Straggler(rank, progress.step or 0, self.scores[rank], times[rank].own_s, expected_s[rank])
+                )
         return found

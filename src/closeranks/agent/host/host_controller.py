@@ -1,6 +1,6 @@
 """The host controller: carries out the leader's orders on a host, and reports to the leader what happens there.
 
-The membership's ``Follower`` decides, ``Host`` acts; this connects the two, for the leader's own host and for any
+The membership's ``Follower`` decides, ``LocalHost`` acts; this connects the two, for the leader's own host and for any
 other. Invariants: a fault is reported once per generation, as soon as its root cause on this host is clear; a hang is
 reported, not decided, because the workers may wait for one of another host; a generation is reported as fenced only
 when its workers are gone, or after the kernel has had ``REAP_S`` to end them.
@@ -42,7 +42,7 @@ from closeranks.agent.membership.messages import (
 )
 from closeranks.core.world import World
 
-_BOXES_S = 0.2
+_CHECK_SNAPSHOTS_S = 0.2
 SIGTERM_EVENT = "told"
 """The event that a worker got a SIGTERM of its own."""
 
@@ -56,34 +56,34 @@ class LeaderLink:
 
 
 class HostController:
-    """The controller of one host. Call ``turn`` after every iteration of the event loop; it returns when it must be
+    """The controller of one host. Call ``tick`` after every iteration of the event loop; it returns when it must be
     called again."""
 
     def __init__(
         self,
         host: LocalHost,
         follower: Follower,
-        attention: HangMonitor | None,
-        mail: LeaderLink,
+        hang_monitor: HangMonitor | None,
+        leader_link: LeaderLink,
         *,
-        is_lead: bool = False,
+        is_leader: bool = False,
     ) -> None:
-        """``attention`` None: the first fault ends the run. ``is_lead``: the leader is in this process."""
+        """``hang_monitor`` None: the first fault ends the run. ``is_leader``: the leader is in this process."""
         self.host = host
-        self._is_lead = is_lead
+        self._is_leader = is_leader
         self._follower = follower
-        self._attention = attention
-        self._mail = mail
+        self._hang_monitor = hang_monitor
+        self._leader_link = leader_link
         self._pending: BeginGeneration | None = None
         """The generation to start as soon as the zygote is ready."""
-        self._has_told_fault = self._has_told_leaving = False
+        self._has_reported_fault = self._has_reported_sigterm = False
         self._fenced_at = 0.0
-        self._first_kept: int | None = None
-        self._boxes_at = 0.0
+        self._first_snapshot_step: int | None = None
+        self._check_snapshots_at = 0.0
         """When to check next whether older snapshots can be freed."""
         self._is_alone = True
         """Whether all workers of the generation are on this host."""
-        self._claimed: object = None
+        self._reported_hang: object = None
         """The suspects, step and phase of the hang that was last reported."""
 
     @property
@@ -91,19 +91,19 @@ class HostController:
         """Callbacks that pass events, output and notes on to the leader."""
         follower = self._follower
 
-        def tell(body: WorkerEvent | WorkerOutput | HostNote) -> None:
+        def relay(body: WorkerEvent | WorkerOutput | HostNote) -> None:
             self._do(follower.relay(body))
 
         return AgentCallbacks(
-            on_event=lambda rank, event: tell(WorkerEvent(follower.generation, rank, event)),
-            on_output=lambda rank, line: tell(WorkerOutput(follower.generation, rank, line)),
-            on_note=lambda text: tell(HostNote(text)),
+            on_event=lambda rank, event: relay(WorkerEvent(follower.generation, rank, event)),
+            on_output=lambda rank, line: relay(WorkerOutput(follower.generation, rank, line)),
+            on_note=lambda text: relay(HostNote(text)),
         )
 
     # --- the leader, and the connection to it
 
-    def receive(self, letter: Envelope) -> None:
-        self._do(self._follower.handle(letter, time.monotonic()))
+    def receive(self, envelope: Envelope) -> None:
+        self._do(self._follower.handle(envelope, time.monotonic()))
 
     def on_connected(self) -> None:
         """There is a connection to the leader."""
@@ -132,9 +132,9 @@ class HostController:
             self._do(self._follower.on_store_opened(address))
 
     def tick(self, now: float) -> float | None:
-        if self._is_lead and self._follower.is_joined:
+        if self._is_leader and self._follower.is_joined:
             self._follower.lease_until = math.inf  # the leader is in this process, so it cannot be unreachable
-        until = [self.host.tick(now), self._look(now)]
+        until = [self.host.tick(now), self._check(now)]
         due = self._follower.deadline(now)
         if due is not None and due <= now:  # progress is read only when a heartbeat is due
             self._do(self._follower.tick(now, self._progress(now)))
@@ -142,137 +142,139 @@ class HostController:
         until.append(due)
         return min((at for at in until if at is not None), default=None)
 
-    def _look(self, now: float) -> float | None:
-        host, work = self.host, self._follower.state
+    def _check(self, now: float) -> float | None:
+        host, state = self.host, self._follower.state
         if self._pending is not None:
             if host.is_ready:
                 self._start(self._pending)
             elif host.error is not None:
-                self._tell_fault(now)
+                self._report_fault(now)
             return None
-        if work == FollowerState.KILLING:
-            return self._mind_end(now)
-        if work != FollowerState.WORKING:
+        if state == FollowerState.KILLING:
+            return self._check_fenced(now)
+        if state != FollowerState.WORKING:
             return None
-        condition = host.group_status
+        status = host.group_status
         if host.error is not None:
-            self._tell_fault(now)
-        elif condition.failed_at is not None:
-            tell_s = CLEAR_S if condition.has_silent_death and self._attention is not None else TELL_S
-            if condition.all_reported or now >= condition.failed_at + tell_s:
-                self._tell_fault(now)
+            self._report_fault(now)
+        elif status.failed_at is not None:
+            wait_s = CLEAR_S if status.has_silent_death and self._hang_monitor is not None else TELL_S
+            if status.all_reported or now >= status.failed_at + wait_s:
+                self._report_fault(now)
                 return None
-            return condition.failed_at + tell_s
-        elif condition.num_left == 0:
+            return status.failed_at + wait_s
+        elif status.num_left == 0:
             self._end_output()
-            self._do(self._follower.on_workers_done(self._statement().to_fields(now)))
+            self._do(self._follower.on_workers_done(self._host_report().to_fields(now)))
         else:
-            return self._mind_living(now)
+            return self._check_workers(now)
         return None
 
-    def _mind_living(self, now: float) -> float | None:
-        told = next((member for member in self.host.workers if member.got_sigterm), None)
-        if told is not None and not self._has_told_leaving:
-            self._has_told_leaving = True
+    def _check_workers(self, now: float) -> float | None:
+        signalled = next((worker for worker in self.host.workers if worker.got_sigterm), None)
+        if signalled is not None and not self._has_reported_sigterm:
+            self._has_reported_sigterm = True
             self._do(
-                self._follower.relay(WorkerEvent(self._follower.generation, told.world.rank, {"event": SIGTERM_EVENT}))
+                self._follower.relay(
+                    WorkerEvent(self._follower.generation, signalled.world.rank, {"event": SIGTERM_EVENT})
+                )
             )
-        if self._attention is None or self._has_told_fault:
+        if self._hang_monitor is None or self._has_reported_fault:
             return None
-        if now >= self._boxes_at:
-            self._boxes_at = now + _BOXES_S
-            self._mind_boxes()
-        noticed = self._attention.check(self.host.workers, now)
-        if noticed.hang is not None:
-            self._claim(self._attention, noticed.hang)
-        return noticed.next_at
+        if now >= self._check_snapshots_at:
+            self._check_snapshots_at = now + _CHECK_SNAPSHOTS_S
+            self._check_snapshots()
+        check = self._hang_monitor.check(self.host.workers, now)
+        if check.hang is not None:
+            self._report_hang(self._hang_monitor, check.hang)
+        return check.next_at
 
-    def _claim(self, attention: HangMonitor, still: Hang) -> None:
+    def _report_hang(self, hang_monitor: HangMonitor, hang: Hang) -> None:
         """Report a hang, once for each (suspects, step, phase): the leader knows the other hosts' workers, and
         decides."""
-        place = (still.suspects, still.step, still.phase)
-        if place != self._claimed:
-            self._claimed = place
-            fields = encode_hang(attention.narrow_suspects(still, self.host.workers), time.monotonic())
-            self._do(self._follower.relay(WorkerEvent(self._follower.generation, still.suspects[0], fields)))
+        key = (hang.suspects, hang.step, hang.phase)
+        if key != self._reported_hang:
+            self._reported_hang = key
+            fields = encode_hang(hang_monitor.narrow_suspects(hang, self.host.workers), time.monotonic())
+            self._do(self._follower.relay(WorkerEvent(self._follower.generation, hang.suspects[0], fields)))
 
-    def _mind_boxes(self) -> None:
+    def _check_snapshots(self) -> None:
         """Free the snapshots of earlier generations once all ranks have voted since their first snapshot."""
-        words = [member.progress for member in self.host.workers]
-        if self._first_kept is None:
-            kept = [word.snapshot_step for word in words if word.snapshot_step is not None]
-            self._first_kept = max(kept) if len(kept) == len(words) else None
-        elif all(word.step is not None and word.step >= self._first_kept + 2 for word in words):
+        progress = [worker.progress for worker in self.host.workers]
+        if self._first_snapshot_step is None:
+            steps = [one.snapshot_step for one in progress if one.snapshot_step is not None]
+            self._first_snapshot_step = max(steps) if len(steps) == len(progress) else None
+        elif all(one.step is not None and one.step >= self._first_snapshot_step + 2 for one in progress):
             self.host.drop_old_snapshots()
-            self._boxes_at = math.inf
+            self._check_snapshots_at = math.inf
 
-    def _mind_end(self, now: float) -> float | None:
+    def _check_fenced(self, now: float) -> float | None:
         if self.host.group_status.num_left and now < self._fenced_at + REAP_S:
             return self._fenced_at + REAP_S
         self._end_output()
-        statement = self._statement().to_fields(now)
-        self._tell_of_survivors()
+        report = self._host_report().to_fields(now)
+        self._note_survivors()
         if self.host.error is not None and self.host.was_ready:
             self.host.restart_zygote()
-        self._do(self._follower.on_fenced(statement, now))
+        self._do(self._follower.on_fenced(report, now))
         return None
 
     def _end_output(self) -> None:
-        for member in self.host.workers:
-            member.finish_output()
+        for worker in self.host.workers:
+            worker.finish_output()
 
-    def _tell_of_survivors(self) -> None:
-        for member in self.host.workers:
-            if not member.is_over:
-                who = f"Rank {member.world.rank} (process {member.pid})"
+    def _note_survivors(self) -> None:
+        for worker in self.host.workers:
+            if not worker.is_over:
+                who = f"Rank {worker.world.rank} (process {worker.pid})"
                 why = "it hangs in the kernel, perhaps in a device driver or a network file system"
                 text = f"{who} was killed but has not ended within {REAP_S:g} s: {why}."
                 self._do(self._follower.relay(HostNote(text)))
 
-    def _tell_fault(self, now: float) -> None:
-        if not self._has_told_fault:
-            self._has_told_fault = True
-            self._do(self._follower.on_worker_failed(self._statement().to_fields(now)))
+    def _report_fault(self, now: float) -> None:
+        if not self._has_reported_fault:
+            self._has_reported_fault = True
+            self._do(self._follower.on_worker_failed(self._host_report().to_fields(now)))
 
-    def _statement(self) -> HostReport:
-        host, crew = self.host, self.host.worker_group
+    def _host_report(self) -> HostReport:
+        host, group = self.host, self.host.worker_group
         return HostReport(
             workers=tuple(host.worker_reports()),
-            num_oom_kills=crew.num_oom_kills if crew else 0,
+            num_oom_kills=group.num_oom_kills if group else 0,
             zygote=str(host.error) if host.error else "",
         )
 
     def _progress(self, now: float) -> list[RankProgress]:
-        return [_row(member.world.rank, member.progress, now) for member in self.host.workers]
+        return [_row(worker.world.rank, worker.progress, now) for worker in self.host.workers]
 
     # --- effects of the follower
 
     def _do(self, effects: list[FollowerEffect]) -> None:
         for effect in effects:
             match effect:
-                case SendMessage(letter):
-                    self._mail.send(letter)
+                case SendMessage(envelope):
+                    self._leader_link.send(envelope)
                 case StartWorkers(begin):
                     self._pending = begin
-                    self._has_told_fault = self._has_told_leaving = False
+                    self._has_reported_fault = self._has_reported_sigterm = False
                 case ForwardStore(address):
                     self.host.announce_store(address)
-                case ForwardRequest(ask):
-                    for member in self.host.workers:  # each reads it at its next step
-                        member.send({"type": "request", "request": ask.request.kind})
+                case ForwardRequest(worker_request):
+                    for worker in self.host.workers:  # each reads it at its next step
+                        worker.send({"type": "request", "request": worker_request.request.kind})
                 case KillWorkers():
                     self._kill()
                 case ParticipationEnded():
-                    self._mail.on_end(effect)
+                    self._leader_link.on_end(effect)
                 case JoinAccepted():
                     pass
 
     def _start(self, begin: BeginGeneration) -> None:
-        self._pending = self._first_kept = self._claimed = None
-        self._boxes_at = 0.0
+        self._pending = self._first_snapshot_step = self._reported_hang = None
+        self._check_snapshots_at = 0.0
         self._is_alone = len(begin.per_host) == 1
-        if self._attention is not None:
-            self._attention.begin()
+        if self._hang_monitor is not None:
+            self._hang_monitor.begin()
         self.host.start_workers(worlds_of(begin), begin.payload)
 
     def _kill(self) -> None:

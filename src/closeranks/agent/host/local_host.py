@@ -40,33 +40,39 @@ class LocalHost:
     """This host, as a participant in the job. Callers run the event loop."""
 
     def __init__(
-        self, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks, *, name: str, on_store: Callable[[str], None]
+        self,
+        plan: LaunchPlan,
+        loop: EventLoop,
+        callbacks: AgentCallbacks,
+        *,
+        name: str,
+        on_store: Callable[[str], None],
     ) -> None:
         self.name = name
         self._plan = plan
         self._loop = loop
-        self._listener = listener
+        self._callbacks = callbacks
         self._on_store = on_store
         self.capacity = plan.num_workers
         self.snapshot_memory = SnapshotMemory()
         self.worker_group: WorkerGroup | None = None
-        self._nursery = ZygoteClient(plan, loop, listener)
+        self._zygote_client = ZygoteClient(plan, loop, callbacks)
 
     @property
     def is_ready(self) -> bool:
-        return self._nursery.is_ready and self._nursery.error is None
+        return self._zygote_client.is_ready and self._zygote_client.error is None
 
     @property
     def error(self) -> CloseranksError | None:
-        return self._nursery.error
+        return self._zygote_client.error
 
     @property
     def was_ready(self) -> bool:
-        return self._nursery.was_ready
+        return self._zygote_client.was_ready
 
     @property
     def zygote(self) -> int | None:
-        return self._nursery.pid if self._nursery.error is None else None
+        return self._zygote_client.pid if self._zygote_client.error is None else None
 
     @property
     def workers(self) -> list[WorkerProcess]:
@@ -74,24 +80,24 @@ class LocalHost:
 
     def restart_zygote(self) -> None:
         """Replace a zygote that was lost."""
-        self._nursery.restart()
+        self._zygote_client.restart()
 
     def start_workers(self, worlds: Sequence[World], payload: Mapping[str, Any]) -> None:
-        self._close_crew()
+        self._close_group()
         if self._plan.is_elastic:
             self.snapshot_memory.grow(len(worlds))
-        berth = WorkerSetup(payload, self._plan.config.host, self.snapshot_memory.paths, self._on_store)
-        self.worker_group = WorkerGroup(self._plan, worlds, self._nursery, self._loop, self._listener, berth)
+        setup = WorkerSetup(payload, self._plan.config.host, self.snapshot_memory.paths, self._on_store)
+        self.worker_group = WorkerGroup(self._plan, worlds, self._zygote_client, self._loop, self._callbacks, setup)
 
     def move_logs(self, folder: Path) -> None:
         """Move the logs of all current processes to this folder, with what they have printed so far."""
-        self._nursery.move_log(folder)
-        for member in self.workers:
-            member.move_log(folder)
+        self._zygote_client.move_log(folder)
+        for worker in self.workers:
+            worker.move_log(folder)
 
     def close_workers(self) -> None:
         """Close the worker group of the last generation without starting another."""
-        self._close_crew()
+        self._close_group()
 
     def announce_store(self, address: str) -> None:
         if self.worker_group is not None:
@@ -105,11 +111,11 @@ class LocalHost:
     def group_status(self) -> WorkerGroupStatus:
         if self.worker_group is None:
             return WorkerGroupStatus()
-        members = self.worker_group.workers
+        workers = self.worker_group.workers
         return WorkerGroupStatus(
             num_left=self.worker_group.num_left,
             failed_at=self.worker_group.failed_at,
-            has_silent_death=any(member.died_silently for member in members),
+            has_silent_death=any(worker.died_silently for worker in workers),
             all_reported=self.worker_group.all_reported,
         )
 
@@ -118,30 +124,30 @@ class LocalHost:
 
     def worker_views(self) -> list[WorkerView]:
         return [
-            WorkerView(member.world.rank, self.name, member.pid, member.progress, member.world.local_rank)
-            for member in self.workers
+            WorkerView(worker.world.rank, self.name, worker.pid, worker.progress, worker.world.local_rank)
+            for worker in self.workers
         ]
 
     def tick(self, now: float) -> float | None:
         """Reap orphans and check that the zygote responds; returns when to call it again."""
-        self._nursery.reap()
-        return self._nursery.check_alive(now)
+        self._zygote_client.reap()
+        return self._zygote_client.check_alive(now)
 
     def drop_old_snapshots(self) -> None:
         """Every rank has a snapshot of its own: free what earlier, larger generations left for other local ranks."""
         self.snapshot_memory.shrink(len(self.workers))
 
-    def _close_crew(self) -> None:
-        crew, self.worker_group = self.worker_group, None
-        if crew is not None:
-            crew.__exit__(None, None, None)
+    def _close_group(self) -> None:
+        group, self.worker_group = self.worker_group, None
+        if group is not None:
+            group.__exit__(None, None, None)
 
     def __enter__(self) -> LocalHost:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self._close_crew()
+            self._close_group()
         finally:
-            self._nursery.__exit__(kind, error, tb)
+            self._zygote_client.__exit__(kind, error, tb)
             self.snapshot_memory.close()

@@ -20,10 +20,10 @@ from closeranks.agent.event_loop import EventLoop
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def _nothing(signum: int, frame: FrameType | None) -> None:
+def _ignore(signum: int, frame: FrameType | None) -> None:
     """The signal's number is in the pipe already."""
 
 
@@ -34,7 +34,7 @@ def is_sighup_ignored(number: int) -> bool:
 
 @contextmanager
 def deliver_signals(loop: EventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Inside this context, each of these signals becomes one call of ``shutdown_on_signal`` from the event loop."""
+    """Inside this context, each of these signals becomes one call of ``on_signal`` from the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -42,12 +42,12 @@ def deliver_signals(loop: EventLoop, on_signal: Callable[[int], None]) -> Iterat
 
     def read() -> None:
         for signum in os.read(reader, 64):
-            if signum in _HEARD:
+            if signum in _SIGNALS:
                 on_signal(signum)
 
     loop.watch(reader, read)
     last_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    last = {number: signal.signal(number, _nothing) for number in _HEARD if not is_sighup_ignored(number)}
+    last = {number: signal.signal(number, _ignore) for number in _SIGNALS if not is_sighup_ignored(number)}
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Memory for snapshots that outlives the workers: the agent owns it, its workers write into it.
 
-Each local rank has four anonymous files (memfd), its box: two for the worker's own snapshots, two for those of a peer.
+Each local rank has four anonymous files (memfd): two for the worker's own snapshots, two for those of a peer.
 Workers open them by the agent's own descriptors under /proc, so that they need no name in /dev/shm, no resource tracker
 can unlink them, and the kernel frees them with the agent, however the agent ends. Invariant: the agent never writes
 into this memory and does not interpret it.
@@ -34,12 +34,12 @@ class SnapshotMemory:
     @property
     def paths(self) -> list[list[str]]:
         """For each local rank, its own two files and its peer's two."""
-        return [[f"/proc/{os.getpid()}/fd/{fd}" for fd in box] for box in self._fds]
+        return [[f"/proc/{os.getpid()}/fd/{fd}" for fd in fds] for fds in self._fds]
 
     @property
     def num_bytes(self) -> int:
         """Memory that the snapshots take now."""
-        return sum(os.fstat(fd).st_blocks * 512 for box in self._fds for fd in box)
+        return sum(os.fstat(fd).st_blocks * 512 for fds in self._fds for fd in fds)
 
     def close(self) -> None:
         self.shrink(0)

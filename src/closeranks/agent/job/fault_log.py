@@ -62,25 +62,25 @@ class FaultLog:
     faults: tuple[FaultRecord, ...] = ()
     num_done: int = 0
 
-    def add(self, verdict: RootCause, *, at: float, generation: int, host: str, num_done: int) -> FaultLog:
+    def add(self, root_cause: RootCause, *, at: float, generation: int, host: str, num_done: int) -> FaultLog:
         """A generation is over. ``num_done``: the steps that all of its ranks had finished (``steps_done``)."""
-        if verdict.step is not None:  # however far other ranks got, the step of the fault is not finished
-            num_done = min(num_done, verdict.step - 1)
+        if root_cause.step is not None:  # however far other ranks got, the step of the fault is not finished
+            num_done = min(num_done, root_cause.step - 1)
         num_done = max(num_done, self.num_done)
-        if verdict.kind in NOT_FAULTS:
+        if root_cause.kind in NOT_FAULTS:
             return replace(self, num_done=num_done)
         fault = FaultRecord(
             at=at,
             generation=generation,
-            kind=verdict.kind,
-            step=verdict.step,
-            rank=verdict.culprit,
+            kind=root_cause.kind,
+            step=root_cause.step,
+            rank=root_cause.culprit,
             host=host,
-            signature=verdict.signature,
+            signature=root_cause.signature,
             num_done=num_done,
-            is_user_error=verdict.is_user_error,
-            is_silent=verdict.is_silent,
-            cause=verdict.cause,
+            is_user_error=root_cause.is_user_error,
+            is_silent=root_cause.is_silent,
+            cause=root_cause.cause,
         )
         return FaultLog((*self.faults, fault), num_done)
 

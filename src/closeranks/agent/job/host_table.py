@@ -17,30 +17,30 @@ EVERY_S = 10.0
 
 
 class HostWaitNotice:
-    """Counts hosts until there are enough. ``how``: the command by which another one joins."""
+    """Counts hosts until there are enough. ``join_command``: the command by which another one joins."""
 
-    def __init__(self, num_hosts: int, how: str) -> None:
+    def __init__(self, num_hosts: int, join_command: str) -> None:
         self._num_hosts = num_hosts
-        self._how = how
+        self._join_command = join_command
         self._next_at = 0.0
-        self._told: tuple[str, ...] | None = None
+        self._shown: tuple[str, ...] | None = None
 
-    def check(self, here: Sequence[str], now: float) -> tuple[str, float | None]:
-        """The notice to show now, usually empty, and when to check again; ``here``: the hosts that have joined."""
-        num_missing = self._num_hosts - len(here)
+    def check(self, joined: Sequence[str], now: float) -> tuple[str, float | None]:
+        """The notice to show now, usually empty, and when to check again; ``joined``: the hosts that have joined."""
+        num_missing = self._num_hosts - len(joined)
         if num_missing <= 0:
             return "", None
-        if now < self._next_at and self._told == tuple(here):
+        if now < self._next_at and self._shown == tuple(joined):
             return "", self._next_at
-        self._told, self._next_at = tuple(here), now + EVERY_S
-        whom = "another host" if num_missing == 1 else f"{num_missing} more hosts"
-        present = f"; here: {', '.join(here)}" if here else ""
-        return f"Waiting for {whom} of {self._num_hosts}{present}. On each: {self._how}", self._next_at
+        self._shown, self._next_at = tuple(joined), now + EVERY_S
+        missing = "another host" if num_missing == 1 else f"{num_missing} more hosts"
+        present = f"; here: {', '.join(joined)}" if joined else ""
+        return f"Waiting for {missing} of {self._num_hosts}{present}. On each: {self._join_command}", self._next_at
 
 
 class HostTable:
-    def __init__(self, lead: str) -> None:
-        self._lead = lead
+    def __init__(self, leader: str) -> None:
+        self._leader = leader
         self._hosts: dict[str, HostState] = {}
 
     def update(self, changed: HostStatusChanged, now: float) -> None:
@@ -48,8 +48,8 @@ class HostTable:
         known = self._hosts.get(changed.host)
         match changed.change:
             case "joined":
-                is_lead = changed.host == self._lead
-                self._hosts[changed.host] = HostState(changed.host, changed.num_workers, is_lead, "ready", now)
+                is_leader = changed.host == self._leader
+                self._hosts[changed.host] = HostState(changed.host, changed.num_workers, is_leader, "ready", now)
             case "left":
                 self._hosts.pop(changed.host, None)
             case "leaving" | "lost" as state if known is not None:

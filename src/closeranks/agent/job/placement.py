@@ -53,8 +53,8 @@ def why_quarantined(host: str, faults: Sequence[FaultRecord], limits: FaultLimit
     return f"{len(own)} faults ({summarize_faults(own)}) within {limits.fault_window_s / 60:.3g} min"
 
 
-def hosts_by_rank(places: Sequence[HostPlacement]) -> dict[int, str]:
-    names = [one.host for one in places for _ in range(one.num_workers)]
+def hosts_by_rank(placements: Sequence[HostPlacement]) -> dict[int, str]:
+    names = [one.host for one in placements for _ in range(one.num_workers)]
     return dict(enumerate(names))
 
 
@@ -68,10 +68,10 @@ def place_workers(
 ) -> tuple[HostPlacement, ...]:
     """Place ``num_workers`` on these hosts, which must have the capacity; hosts in ``avoided`` are filled last."""
     ready = [host for host in hosts if host.state == "ready"]
-    asked = sorted(ready, key=lambda host: (host.name in avoided, not host.is_leader))
+    preferred = sorted(ready, key=lambda host: (host.name in avoided, not host.is_leader))
     taken: dict[str, int] = {}
     left = num_workers
-    for host in asked:
+    for host in preferred:
         taken[host.name] = min(host.num_workers, left)
         left -= taken[host.name]
     if left:

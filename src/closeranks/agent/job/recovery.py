@@ -55,14 +55,14 @@ class Recovery:
         self._num_wanted = 0
         self._num_done = 0
         self._log = FaultLog()
-        self._account: RecoveryTimer | None = None
+        self._timer: RecoveryTimer | None = None
         self._measured: tuple[tuple[int, ...], float | None] = ((), None)
         self._bucket_mib = 0.0
 
     @property
     def is_recovering(self) -> bool:
         """Whether a fault was detected and the recovery from it is not complete."""
-        return self._account is not None or self.noticed_at is not None
+        return self._timer is not None or self.noticed_at is not None
 
     @property
     def can_recover(self) -> bool:
@@ -89,21 +89,23 @@ class Recovery:
             case RunStarted(measured_flops=flops, bucket_mib=bucket_mib):
                 self._measured = (self._counts, flops)
                 self._bucket_mib = bucket_mib or self._bucket_mib
-        closed = self._account.on_event(event, generation, now) if self._account else None
+        closed = self._timer.on_event(event, generation, now) if self._timer else None
         if closed is not None:
-            self._account = None
+            self._timer = None
             self._emit(closed)
 
     def on_formed(self, now: float) -> None:
         """Every host has started its workers."""
-        if self._account is not None:
-            self._account.mark("fork", now)
+        if self._timer is not None:
+            self._timer.mark("fork", now)
 
-    def at_boundary(self, host: str, change: str, roster: HostTable, now: float) -> RootCause | RunRequest | None:
+    def at_boundary(self, host: str, change: str, host_table: HostTable, now: float) -> RootCause | RunRequest | None:
         """A host has joined or wants to leave: the reason to regroup for it, or another request to the workers."""
         if not self.can_recover or self.leaving is not None or not self.placements:
             return None
-        what = request_at_boundary(self.placements, self._log.faults, roster.hosts, self.limits, now, self._wish)
+        what = request_at_boundary(
+            self.placements, self._log.faults, host_table.hosts, self.limits, now, self._desired_size
+        )
         if what != REGROUP:
             return what
         is_new = change == "joined"
@@ -112,75 +114,77 @@ class Recovery:
 
     # --- from one generation to the next
 
-    def first_placement(self, roster: HostTable) -> tuple[tuple[HostPlacement, ...], ResizedLaunch]:
+    def first_placement(self, host_table: HostTable) -> tuple[tuple[HostPlacement, ...], ResizedLaunch]:
         """The first placement; raises if the run cannot begin on the hosts that have joined."""
-        plan, survival = self._plan, self._plan.recovery_settings
+        plan, settings = self._plan, self._plan.recovery_settings
         self._num_wanted = plan.num_workers * plan.max_hosts
-        room = min(roster.capacity, self._num_wanted)
-        fitted: ResizedLaunch | None = ResizedLaunch(room, plan.payload)
-        if survival is not None and room < self._num_wanted:
-            fitted = survival.fit(room, self._num_wanted)
-        if fitted is None or fitted.num_workers < room:
-            what = f"the job cannot begin with {room} of {self._num_wanted} workers"
+        capacity = min(host_table.capacity, self._num_wanted)
+        fitted: ResizedLaunch | None = ResizedLaunch(capacity, plan.payload)
+        if settings is not None and capacity < self._num_wanted:
+            fitted = settings.fit(capacity, self._num_wanted)
+        if fitted is None or fitted.num_workers < capacity:
+            what = f"the job cannot begin with {capacity} of {self._num_wanted} workers"
             raise SetupError(what, "Wait for more hosts (--hosts), or choose a layout for that many workers.")
-        return place_workers(roster.hosts, room), fitted
+        return place_workers(host_table.hosts, capacity), fitted
 
-    def begin_generation(self, places: tuple[HostPlacement, ...], fitted: ResizedLaunch) -> Mapping[str, Any]:
+    def begin_generation(self, placements: tuple[HostPlacement, ...], fitted: ResizedLaunch) -> Mapping[str, Any]:
         """The payload for the workers of the next generation."""
-        self.placements = places
+        self.placements = placements
         self.noticed_at = self.leaving = None
         counts, flops = self._measured
         found = {_MEASURED_FLOPS: flops if counts == self._counts else None, _BUCKET_MIB: self._bucket_mib}
         return {**fitted.payload, **{key: value for key, value in found.items() if value}}
 
-    def on_generation_end(self, settled: GenerationSettled, whole: HostReport, now: float) -> RootCause | None:
+    def on_generation_end(self, settled: GenerationSettled, report: HostReport, now: float) -> RootCause | None:
         """A generation is over: why another is needed; None: none is. Raises a ``UserError`` of the job."""
-        lost_host = find_lost_host(settled, [place.host for place in self.placements])
-        verdict = root_cause_of(settled, whole, lost_host, next_step=self.step, leaving=self.leaving)
-        if verdict is None:
+        lost_host = find_lost_host(settled, [placement.host for placement in self.placements])
+        root_cause = root_cause_of(settled, report, lost_host, next_step=self.step, leaving=self.leaving)
+        if root_cause is None:
             return None
-        if verdict.is_user_error:
-            raise verdict.error
-        self._tell_lost(verdict, whole, lost_host or self.host_of(verdict.culprit), settled.generation, now)
-        return verdict
+        if root_cause.is_user_error:
+            raise root_cause.error
+        self._report_lost(root_cause, report, lost_host or self.host_of(root_cause.culprit), settled.generation, now)
+        return root_cause
 
-    def _tell_lost(self, verdict: RootCause, whole: HostReport, host: str, generation: int, now: float) -> None:
+    def _report_lost(self, root_cause: RootCause, report: HostReport, host: str, generation: int, now: float) -> None:
         noticed_at = self.noticed_at or now
-        num_done = max(self._num_done, steps_done(fact.step for fact in whole.workers))
-        self._log = self._log.add(verdict, at=noticed_at, generation=generation, host=host, num_done=num_done)
-        still_s = max((fact.hang_s for fact in whole.workers), default=0.0)
-        lost = RankLost(generation, verdict.culprit, host, verdict.step, verdict.kind, verdict.cause, still_s)
-        first_at = self._account.noticed_at if self._account is not None else noticed_at
-        self._account = RecoveryTimer(lost, first_at, self._num_done)
-        self._account.mark("fence", now)
+        num_done = max(self._num_done, steps_done(worker.step for worker in report.workers))
+        self._log = self._log.add(root_cause, at=noticed_at, generation=generation, host=host, num_done=num_done)
+        hang_s = max((worker.hang_s for worker in report.workers), default=0.0)
+        lost = RankLost(
+            generation, root_cause.culprit, host, root_cause.step, root_cause.kind, root_cause.cause, hang_s
+        )
+        first_at = self._timer.noticed_at if self._timer is not None else noticed_at
+        self._timer = RecoveryTimer(lost, first_at, self._num_done)
+        self._timer.mark("fence", now)
         self._emit(lost)
 
     def next_decision(
-        self, verdict: RootCause, hosts: Sequence[HostState], now: float, *, is_stopping: bool
+        self, root_cause: RootCause, hosts: Sequence[HostState], now: float, *, is_stopping: bool
     ) -> NextGeneration | WaitForHosts:
         """The restart policy's decision; raises if it gives up. A run that is stopping does not wait for hosts."""
         limits = replace(self.limits, wait_s=0.0) if is_stopping else self.limits
-        decision = decide(self._log.faults, hosts, limits, now, self._wish)
+        decision = decide(self._log.faults, hosts, limits, now, self._desired_size)
         if isinstance(decision, GiveUp):
-            raise decision.error(verdict.error)
+            raise decision.error(root_cause.error)
         if isinstance(decision, NextGeneration):
-            self._tell_quarantined(decision, now)
+            self._report_quarantined(decision, now)
         return decision
 
-    def _tell_quarantined(self, decision: NextGeneration, now: float) -> None:
+    def _report_quarantined(self, decision: NextGeneration, now: float) -> None:
         for host in decision.quarantined - self.quarantined:
             why = why_quarantined(host, self._log.faults, self.limits, now)
             self._emit(HostChanged(host, "quarantined", why))
         self.quarantined = decision.quarantined
 
     @property
-    def _wish(self) -> DesiredSize:
-        survival = self._plan.recovery_settings
-        if survival is None:
+    def _desired_size(self) -> DesiredSize:
+        settings = self._plan.recovery_settings
+        if settings is None:
             return DesiredSize(self._num_wanted)
         wanted = self._num_wanted
-        return DesiredSize(wanted, lambda count: survival.fit(count, wanted), survival.samples_of)
+        return DesiredSize(wanted, lambda count: settings.fit(count, wanted), settings.samples_of)
 
     @property
     def _counts(self) -> tuple[int, ...]:
-        return tuple(place.num_workers for place in self.placements)
+        return tuple(placement.num_workers for placement in self.placements)

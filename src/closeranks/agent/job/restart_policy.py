@@ -61,7 +61,7 @@ class NextGeneration:
     """In rank order: the first of these hosts has rank 0."""
     fitted: ResizedLaunch
     quarantined: frozenset[str] = frozenset()
-    """Hosts with too many recent faults; some may still be in ``places``, if the other hosts lack capacity."""
+    """Hosts with too many recent faults; some may still be in ``placements``, if the other hosts lack capacity."""
 
     @property
     def num_workers(self) -> int:
@@ -96,52 +96,52 @@ class GiveUp:
 
 
 def decide(
-    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, desired: DesiredSize
 ) -> NextGeneration | WaitForHosts | GiveUp:
     """``faults``: all of the run so far. Calling it again with the same ones, after a wait or a regroup, is safe."""
     return (
         _mistake(faults)
-        or _repeats(faults, limits, wish)
+        or _repeats(faults, limits, desired)
         or _budget(faults, limits, now)
-        or _go(faults, hosts, limits, now, wish)
+        or _next_generation(faults, hosts, limits, now, desired)
     )
 
 
 def request_at_boundary(
-    here: Sequence[HostPlacement],
+    current: Sequence[HostPlacement],
     faults: Sequence[FaultRecord],
     hosts: Sequence[HostState],
     limits: FaultLimits,
     now: float,
-    wish: DesiredSize,
+    desired: DesiredSize,
 ) -> RunRequest | None:
     """The request to a healthy generation with this placement: to grow, release a host, or move off a bad one.
 
     ``DRAIN``: a host leaves and the others cannot continue without it, so the state must be saved.
     """
     leaving = {host.name for host in hosts if host.state == "leaving"}
-    is_left = any(one.host in leaving for one in here)
-    go = _go(faults, hosts, limits, now, wish)
-    match go:
+    must_leave = any(one.host in leaving for one in current)
+    decision = _next_generation(faults, hosts, limits, now, desired)
+    match decision:
         case GiveUp():
-            return DRAIN if is_left else None
+            return DRAIN if must_leave else None
         case WaitForHosts():
-            return REGROUP if is_left else None
-    num_here = sum(one.num_workers for one in here)
-    is_safer = _num_on(go.quarantined, go.placements) < _num_on(go.quarantined, here)
-    is_better = go.num_workers > num_here or (go.num_workers == num_here and is_safer)
-    return REGROUP if is_left or is_better else None
+            return REGROUP if must_leave else None
+    num_current = sum(one.num_workers for one in current)
+    is_safer = _num_on(decision.quarantined, decision.placements) < _num_on(decision.quarantined, current)
+    is_better = decision.num_workers > num_current or (decision.num_workers == num_current and is_safer)
+    return REGROUP if must_leave or is_better else None
 
 
-def _num_on(hosts: frozenset[str], places: Sequence[HostPlacement]) -> int:
-    return sum(one.num_workers for one in places if one.host in hosts)
+def _num_on(hosts: frozenset[str], placements: Sequence[HostPlacement]) -> int:
+    return sum(one.num_workers for one in placements if one.host in hosts)
 
 
 def _mistake(faults: Sequence[FaultRecord]) -> GiveUp | None:
     return GiveUp("mistake", faults[-1].cause) if faults and faults[-1].is_user_error else None
 
 
-def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, wish: DesiredSize) -> GiveUp | None:
+def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, desired: DesiredSize) -> GiveUp | None:
     """A kill from outside can hit a step twice by chance, so it needs one more repeat than an exception of the code."""
     count = num_repeats(faults)
     if not count or count < limits.max_repeats + faults[-1].is_silent:
@@ -149,15 +149,16 @@ def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, wish: DesiredSi
     last = faults[-1]
     times = f"{count} times in the same way" if count > 1 else "with elastic.max_repeats = 1"
     cause = last.cause.rstrip(".")
-    what = f"{_place(last.step, wish)} failed {times}: {cause}. This is deterministic: the code or the data causes it"
+    where = _location(last.step, desired)
+    what = f"{where} failed {times}: {cause}. This is deterministic: the code or the data causes it"
     return GiveUp("repeats", f"{what}, and another try would fail there too", _advice(last))
 
 
-def _place(step: int | None, wish: DesiredSize) -> str:
+def _location(step: int | None, desired: DesiredSize) -> str:
     if step is None:
         return "the start of a generation, before its first step,"
-    words = wish.samples_of(step) if wish.samples_of else ""
-    return f"step {step} ({words})" if words else f"step {step}"
+    samples = desired.samples_of(step) if desired.samples_of else ""
+    return f"step {step} ({samples})" if samples else f"step {step}"
 
 
 def _advice(fault: FaultRecord) -> str:
@@ -183,19 +184,19 @@ def _budget(faults: Sequence[FaultRecord], limits: FaultLimits, now: float) -> G
     return GiveUp("budget", what, "Fix their common cause, or raise elastic.max_faults.")
 
 
-def _go(
-    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, wish: DesiredSize
+def _next_generation(
+    faults: Sequence[FaultRecord], hosts: Sequence[HostState], limits: FaultLimits, now: float, desired: DesiredSize
 ) -> NextGeneration | WaitForHosts | GiveUp:
     num_available = total_capacity(hosts)
-    fitted = wish.fit_to(num_available)
+    fitted = desired.fit_to(num_available)
     num_workers = fitted.num_workers if fitted else 0
-    if num_workers < wish.num_workers and (waiting := _wait(hosts, limits, now, num_available)):
+    if num_workers < desired.num_workers and (waiting := _wait(hosts, limits, now, num_available)):
         return waiting
     if fitted is None or num_workers < limits.min_workers:
-        return _no_room(num_available, limits, wish)
-    if num_workers < wish.num_workers and not fitted.summary:
-        words = f"{num_workers} of {_workers(wish.num_workers)}; same batch, order and learning rate"
-        fitted = replace(fitted, summary=words)
+        return _no_room(num_available, limits, desired)
+    if num_workers < desired.num_workers and not fitted.summary:
+        summary = f"{num_workers} of {_workers(desired.num_workers)}; same batch, order and learning rate"
+        fitted = replace(fitted, summary=summary)
     avoided = quarantined_hosts(hosts, faults, limits, now)
     return NextGeneration(place_workers(hosts, num_workers, avoided), fitted, avoided)
 
@@ -212,10 +213,10 @@ def _wait(hosts: Sequence[HostState], limits: FaultLimits, now: float, num_avail
     return WaitForHosts(until, why)
 
 
-def _no_room(num_available: int, limits: FaultLimits, wish: DesiredSize) -> GiveUp:
+def _no_room(num_available: int, limits: FaultLimits, desired: DesiredSize) -> GiveUp:
     """Too few workers are left: fewer than the job's minimum, or than any legal layout needs."""
-    left = f"{_workers(num_available)} of {wish.num_workers} can still be started"
-    if wish.fit is None:
+    left = f"{_workers(num_available)} of {desired.num_workers} can still be started"
+    if desired.fit is None:
         why = "this run cannot be made smaller"
     elif num_available < limits.min_workers:
         why = f"elastic.min_workers = {limits.min_workers}"

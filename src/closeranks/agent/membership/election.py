@@ -62,28 +62,28 @@ class EmbeddedRegister:
 
     def __init__(self, lease_s: float = math.inf) -> None:
         self.lease_s = lease_s
-        self._held = LeaseRecord()
+        self._record = LeaseRecord()
         self._expires_at = -math.inf
 
     def read(self, now: float) -> LeaseRecord:
-        if self._held.holder and now >= self._expires_at:
-            self._held = LeaseRecord(self._held.term)
-        return self._held
+        if self._record.holder and now >= self._expires_at:
+            self._record = LeaseRecord(self._record.term)
+        return self._record
 
     def acquire(self, seen_term: int, holder: str, now: float) -> LeaseRecord:
         if self.read(now) == LeaseRecord(seen_term):
-            self._held, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
-        return self._held
+            self._record, self._expires_at = LeaseRecord(seen_term + 1, holder), now + self.lease_s
+        return self._record
 
     def renew(self, term: int, holder: str, now: float) -> LeaseRecord:
         if self.read(now) == LeaseRecord(term, holder):
             self._expires_at = now + self.lease_s
-        return self._held
+        return self._record
 
     def release(self, term: int, holder: str, now: float) -> LeaseRecord:
         if self.read(now) == LeaseRecord(term, holder):
-            self._held = LeaseRecord(term)
-        return self._held
+            self._record = LeaseRecord(term)
+        return self._record
 
 
 def apply_request(register: LeaseRegister, request: RegisterRequest, now: float) -> LeaseRecord:
@@ -109,7 +109,7 @@ class SendRegisterRequest:
 @dataclass(frozen=True, slots=True)
 class Elected:
     """This candidate leads until ``until``, or later if ``Renewed`` says so. Leases that an earlier leader granted to
-    hosts may hold for ``Pace.dead_after_s`` from now; term 1 has no earlier leader."""
+    hosts may hold for ``LeaseTiming.dead_after_s`` from now; term 1 has no earlier leader."""
 
     term: int
     until: float
@@ -163,51 +163,51 @@ class Candidate:
         if now < self._next_at:
             return effects
         if self.term:
-            return [*effects, self._put("keep", self.term, now)]
-        return [*effects, self._put("read", self._seen.term, now)]
+            return [*effects, self._send("keep", self.term, now)]
+        return [*effects, self._send("read", self._seen.term, now)]
 
-    def on_answer(self, number: int, holding: LeaseRecord, now: float) -> Effects:
+    def on_answer(self, number: int, record: LeaseRecord, now: float) -> Effects:
         """The register has answered; an answer to any request but the last is ignored."""
         effects = self._resign_if_late(now)
         pending = self._pending
         if pending is None or pending.number != number:
             return effects
         self._pending = None
-        last, self._seen = self._seen, holding
-        if holding.holder == self.holder:
-            return effects + self._on_mine(holding, pending, now)
+        last, self._seen = self._seen, record
+        if record.holder == self.holder:
+            return effects + self._on_mine(record, pending, now)
         if self.term:
             effects.append(self._resign(now))
-        if not holding.holder and pending.verb == "read":
-            return [*effects, self._put("take", holding.term, now)]
-        return effects if holding == last else [*effects, LeaderSeen(holding.term, holding.holder)]
+        if not record.holder and pending.verb == "read":
+            return [*effects, self._send("take", record.term, now)]
+        return effects if record == last else [*effects, LeaderSeen(record.term, record.holder)]
 
     def resign(self, now: float) -> Effects:
         """Release the lease, so that the next candidate need not wait for it to expire."""
         if not self.term:
             return []
         term = self.term
-        return [self._resign(now), self._put("leave", term, now)]
+        return [self._resign(now), self._send("leave", term, now)]
 
     def deadline(self, now: float) -> float | None:
         due = min(self._next_at, self.until) if self.term else self._next_at
         return None if math.isinf(due) else max(now, due)
 
-    def _on_mine(self, holding: LeaseRecord, request: RegisterRequest, now: float) -> Effects:
+    def _on_mine(self, record: LeaseRecord, request: RegisterRequest, now: float) -> Effects:
         """The lease runs from when the request that acquired or renewed it was sent. A read shows only that an earlier
         request succeeded, not when it was applied, so the lease is renewed first."""
-        if holding.term <= self._past:
-            return [self._put("leave", holding.term, now)]
+        if record.term <= self._past:
+            return [self._send("leave", record.term, now)]
         if request.verb == "read":
-            return [self._put("keep", holding.term, now)]
+            return [self._send("keep", record.term, now)]
         until = self._asked_at + self._lease_s - self._margin_s
         if now >= until:
             return []
-        self.until = max(self.until, until) if self.term == holding.term else until
+        self.until = max(self.until, until) if self.term == record.term else until
         self._next_at = math.inf if math.isinf(until) else now + self._lease_s / 4
-        if self.term == holding.term:
+        if self.term == record.term:
             return [Renewed(self.until)]
-        self.term = holding.term
+        self.term = record.term
         return [Elected(self.term, self.until)]
 
     def _resign_if_late(self, now: float) -> Effects:
@@ -219,7 +219,7 @@ class Candidate:
         self._next_at = now + self._poll_s
         return Resigned(term)
 
-    def _put(self, verb: Verb, term: int, now: float) -> SendRegisterRequest:
+    def _send(self, verb: Verb, term: int, now: float) -> SendRegisterRequest:
         self._number += 1
         self._pending = RegisterRequest(self._number, verb, term, self.holder)
         self._asked_at, self._next_at = now, now + self._poll_s

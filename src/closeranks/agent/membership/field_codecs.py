@@ -91,11 +91,11 @@ class DictCodec(_Plain):
     def decode(self, name: str, value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise ProtocolError(f"{name} must be a table, not {shown(value)}")
-        _look_through(name, value)
+        _check_json(name, value)
         return value
 
 
-def _look_through(name: str, root: Any) -> None:
+def _check_json(name: str, root: Any) -> None:
     """Breadth first, so that a deeply nested value reaches our bound and not the interpreter's recursion limit."""
     level, num_nodes = [root], 0
     for _ in range(_MAX_DEPTH):

@@ -1,7 +1,7 @@
 """State machine of a host that takes part in a job: joining, holding a lease, running and fencing its workers.
 
     joining --welcome--> joined --lease over, connection closed, a newer term--> (workers killed) --> joining again
-    joined:  idle --Begin--> working --Fence--> killing --dead--> idle        working --workers exited--> done
+    joined:  idle --BeginGeneration--> working --Fence--> killing --dead--> idle    working --workers exited--> done
 
 Invariants:
 - no worker is alive when a ``Join`` is sent, so that the leader may count a host that joins again as fenced;
@@ -93,7 +93,7 @@ class Follower:
         self.lease_until = -math.inf
         self._give_up_s = give_up_s
         self._facts = dict(facts or {})
-        self._heard_at = now
+        self._answered_at = now
         self._next_join = now
         self._retry_s = _FIRST_RETRY_S
         self._next_beat = math.inf
@@ -101,7 +101,7 @@ class Follower:
         self._seq = 0
         self._sent: dict[int, float] = {}
         self._joined_at = now
-        self._unheard: dict[str, MessageBody] = {}
+        self._unacknowledged: dict[str, MessageBody] = {}
         self._fenced_facts: Mapping[str, Any] = {}
         self._store = ""
         self._num_asked = 0
@@ -110,18 +110,18 @@ class Follower:
 
     # --- messages from the leader
 
-    def handle(self, letter: Envelope, now: float) -> Effects:
+    def handle(self, envelope: Envelope, now: float) -> Effects:
         """A message from a leader has arrived."""
-        if self.is_over or (letter.host, letter.incarnation) != (self.host, self.incarnation):
+        if self.is_over or (envelope.host, envelope.incarnation) != (self.host, self.incarnation):
             return []
-        if self._is_stale(letter):
+        if self._is_stale(envelope):
             return []
-        if letter.term > self.term and self.is_joined:
-            self.term = letter.term
-            return self._cut("another leader has taken over", now)
-        match letter.body:
+        if envelope.term > self.term and self.is_joined:
+            self.term = envelope.term
+            return self._lose_lease("another leader has taken over", now)
+        match envelope.body:
             case Welcome() as welcome:
-                return self._on_welcome(letter.term, welcome, now)
+                return self._on_welcome(envelope.term, welcome, now)
             case Dismiss() as dismiss:
                 return self._finish(ParticipationEnded(dismiss.reason, rescues=dismiss.rescues))
             case body:
@@ -131,7 +131,7 @@ class Follower:
         is_working = self.state == FollowerState.WORKING
         match body:
             case HeartbeatAck():
-                return self._on_beat_back(body, now)
+                return self._on_heartbeat_ack(body, now)
             case BeginGeneration():
                 return self._on_begin(body, now)
             case Fence():
@@ -139,32 +139,32 @@ class Follower:
             case StoreAddress(generation=number) if is_working and number == self.generation:
                 return self._on_store(body)
             case WorkerRequest(generation=number) if is_working and number == self.generation:
-                return self._on_ask(body)
+                return self._on_request(body)
             case _:
                 return []
 
-    def _is_stale(self, letter: Envelope) -> bool:
-        return letter.term < self.term or letter.session != self.session
+    def _is_stale(self, envelope: Envelope) -> bool:
+        return envelope.term < self.term or envelope.session != self.session
 
     def _on_welcome(self, term: int, welcome: Welcome, now: float) -> Effects:
         if self.is_joined or now >= self._joined_at + welcome.lease_s:
             return []
         self.term, self.is_joined = term, True
         self.lease_until = self._joined_at + welcome.lease_s
-        self._heard_at, self._beat_s, self._retry_s = now, welcome.beat_s, _FIRST_RETRY_S
+        self._answered_at, self._beat_s, self._retry_s = now, welcome.beat_s, _FIRST_RETRY_S
         self._sent.clear()
-        return [JoinAccepted(self.term, welcome.plan), self._beat(now, ())]
+        return [JoinAccepted(self.term, welcome.plan), self._heartbeat(now, ())]
 
-    def _on_beat_back(self, back: HeartbeatAck, now: float) -> Effects:
+    def _on_heartbeat_ack(self, ack: HeartbeatAck, now: float) -> Effects:
         """Heartbeats up to this one need no acknowledgement any more: one for an earlier heartbeat, arriving later,
         would renew the lease for less."""
-        sent_at = self._sent.get(back.seq)
+        sent_at = self._sent.get(ack.seq)
         if sent_at is None:
             return []
-        for seq in [seq for seq in self._sent if seq <= back.seq]:
+        for seq in [seq for seq in self._sent if seq <= ack.seq]:
             del self._sent[seq]
-        self.lease_until = max(self.lease_until, sent_at + back.lease_s)
-        self._heard_at, self._beat_s = now, back.beat_s
+        self.lease_until = max(self.lease_until, sent_at + ack.lease_s)
+        self._answered_at, self._beat_s = now, ack.beat_s
         return []
 
     def _on_begin(self, begin: BeginGeneration, now: float) -> Effects:
@@ -174,8 +174,8 @@ class Follower:
             return []
         self.generation, self.state = begin.generation, FollowerState.WORKING
         self._store, self._num_asked, self._fenced_facts = "", 0, {}
-        self._unheard.clear()
-        return [StartWorkers(begin), self._beat(now, ())]
+        self._unacknowledged.clear()
+        return [StartWorkers(begin), self._heartbeat(now, ())]
 
     def _on_fence(self, fence: Fence) -> Effects:
         if fence.generation < self.generation or self.state == FollowerState.KILLING:
@@ -184,22 +184,22 @@ class Follower:
             return [self._kill("the generation is over")]
         if fence.generation > self.generation:
             self.generation, self._fenced_facts, self.state = fence.generation, {}, FollowerState.IDLE
-            self._unheard.clear()
+            self._unacknowledged.clear()
         return [self._send(Fenced(self.generation, dict(self._fenced_facts)))]
 
     def _on_store(self, store: StoreAddress) -> Effects:
-        self._unheard.pop(StoreAddress.kind, None)
+        self._unacknowledged.pop(StoreAddress.kind, None)
         if self._store:
             return []
         self._store = store.address
         return [ForwardStore(store.address)]
 
-    def _on_ask(self, ask: WorkerRequest) -> Effects:
+    def _on_request(self, request: WorkerRequest) -> Effects:
         """Requests are taken in order; one that overtook another is dropped, and the leader sends it again."""
-        if ask.number != self._num_asked + 1:
+        if request.number != self._num_asked + 1:
             return []
-        self._num_asked = ask.number
-        return [ForwardRequest(ask)]
+        self._num_asked = request.number
+        return [ForwardRequest(request)]
 
     # --- what happens on this host
 
@@ -207,26 +207,30 @@ class Follower:
         """Rank 0 is on this host and has opened its store."""
         if self.state != FollowerState.WORKING or self._store:
             return []
-        return self._tell(StoreAddress(self.generation, address))
+        return self._send_reliably(StoreAddress(self.generation, address))
 
     def on_worker_failed(self, facts: Mapping[str, Any]) -> Effects:
         """A worker failed; the leader will have the whole generation fenced."""
-        return self._tell(WorkerFailed(self.generation, dict(facts))) if self.state == FollowerState.WORKING else []
+        return (
+            self._send_reliably(WorkerFailed(self.generation, dict(facts)))
+            if self.state == FollowerState.WORKING
+            else []
+        )
 
     def on_workers_done(self, facts: Mapping[str, Any]) -> Effects:
         """All workers have exited by themselves."""
         if self.state != FollowerState.WORKING:
             return []
         self.state, self._fenced_facts = FollowerState.DONE, dict(facts)
-        self._unheard.clear()
-        return self._tell(WorkersDone(self.generation, dict(facts)))
+        self._unacknowledged.clear()
+        return self._send_reliably(WorkersDone(self.generation, dict(facts)))
 
     def on_fenced(self, facts: Mapping[str, Any], now: float) -> Effects:
-        """All workers are dead, as ``Kill`` ordered."""
+        """All workers are dead, as ``KillWorkers`` ordered."""
         if self.state != FollowerState.KILLING:
             return []
         self.state, self._fenced_facts = FollowerState.IDLE, dict(facts)
-        self._unheard.clear()
+        self._unacknowledged.clear()
         if self._end is not None:
             return self._finish(self._end)
         if self.is_joined:
@@ -253,7 +257,7 @@ class Follower:
 
     def on_disconnected(self, now: float) -> Effects:
         """The connection to the leader has ended."""
-        return self._cut("the connection to the leader was closed", now) if self.is_joined else []
+        return self._lose_lease("the connection to the leader was closed", now) if self.is_joined else []
 
     # --- timers
 
@@ -261,15 +265,15 @@ class Follower:
         if self.is_over:
             return []
         if self.is_joined and now >= self.lease_until:
-            return self._cut("the leader has not answered in time", now)
+            return self._lose_lease("the leader has not answered in time", now)
         if self.is_joined:
             if now < self._next_beat:
                 return []
-            again = [*self._unheard.values(), *([self._leaving] if self._leaving else [])]
-            return [self._beat(now, progress), *(self._send(body) for body in again)]
+            again = [*self._unacknowledged.values(), *([self._leaving] if self._leaving else [])]
+            return [self._heartbeat(now, progress), *(self._send(body) for body in again)]
         if self.state == FollowerState.KILLING:
             return []
-        if now >= self._heard_at + self._give_up_s:
+        if now >= self._answered_at + self._give_up_s:
             return self._finish(ParticipationEnded(f"no leader was found within {self._give_up_s:g} s", is_lost=True))
         return self._join(now) if now >= self._next_join else []
 
@@ -279,7 +283,7 @@ class Follower:
             return None
         if self.is_joined:
             return max(now, min(self._next_beat, self.lease_until))
-        return max(now, min(self._next_join, self._heard_at + self._give_up_s))
+        return max(now, min(self._next_join, self._answered_at + self._give_up_s))
 
     def _join(self, now: float) -> Effects:
         """Each attempt is a new session, and waits longer for its answer than the one before."""
@@ -288,7 +292,7 @@ class Follower:
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         return [self._send(Join(self.num_workers, self.generation, self._facts))]
 
-    def _beat(self, now: float, progress: Sequence[RankProgress]) -> SendMessage:
+    def _heartbeat(self, now: float, progress: Sequence[RankProgress]) -> SendMessage:
         self._seq += 1
         self._sent[self._seq] = now
         self._next_beat = now + self._beat_s
@@ -296,10 +300,10 @@ class Follower:
 
     # --- the end of a lease, of a generation, of the job
 
-    def _cut(self, why: str, now: float) -> Effects:
+    def _lose_lease(self, why: str, now: float) -> Effects:
         """The lease or the connection is lost. The host keeps its snapshot memory and its incarnation."""
         self.is_joined, self._next_beat, self._next_join = False, math.inf, now
-        self._unheard.clear()
+        self._unacknowledged.clear()
         if self._leaving is not None:
             return self._finish(ParticipationEnded(self._leaving.reason))
         return [self._kill(why)] if self.state == FollowerState.WORKING else []
@@ -318,8 +322,8 @@ class Follower:
         self.state = FollowerState.KILLING
         return KillWorkers(self.generation, why)
 
-    def _tell(self, body: MessageBody) -> Effects:
-        self._unheard[body.kind] = body
+    def _send_reliably(self, body: MessageBody) -> Effects:
+        self._unacknowledged[body.kind] = body
         return [self._send(body)]
 
     def _send(self, body: MessageBody) -> SendMessage:

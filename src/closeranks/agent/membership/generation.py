@@ -56,27 +56,27 @@ class GenerationMember:
 class Generation:
     """The members of one generation, and their states."""
 
-    def __init__(self, number: int, seats: list[GenerationMember]) -> None:
+    def __init__(self, number: int, members: list[GenerationMember]) -> None:
         self.number = number
         self.phase = GenerationPhase.FORMING
-        self.members = {seat.session.name: seat for seat in seats}
+        self.members = {member.session.name: member for member in members}
         self.cause = EndCause("done")
         self.store = ""
         self.asks: list[WorkerRequest] = []
         self._num = dict.fromkeys(MemberState, 0)
-        self._num[MemberState.ORDERED] = len(seats)
+        self._num[MemberState.ORDERED] = len(members)
 
-    def member_of(self, peer: HostSession) -> GenerationMember | None:
+    def member_of(self, session: HostSession) -> GenerationMember | None:
         """None if the member is another session of that host."""
-        seat = self.members.get(peer.name)
-        return seat if seat is not None and seat.session is peer else None
+        member = self.members.get(session.name)
+        return member if member is not None and member.session is session else None
 
-    def move(self, seat: GenerationMember, standing: MemberState) -> None:
+    def move(self, member: GenerationMember, state: MemberState) -> None:
         """States only move forward: a late report of an earlier state changes nothing."""
-        if standing > seat.state:
-            self._num[seat.state] -= 1
-            self._num[standing] += 1
-            seat.state = standing
+        if state > member.state:
+            self._num[member.state] -= 1
+            self._num[state] += 1
+            member.state = state
 
     @property
     def is_alive(self) -> bool:
@@ -91,4 +91,4 @@ class Generation:
         return not self._num[MemberState.ORDERED] and not self._num[MemberState.WORKING]
 
     def live_members(self) -> list[GenerationMember]:
-        return [seat for seat in self.members.values() if seat.may_have_workers]
+        return [member for member in self.members.values() if member.may_have_workers]

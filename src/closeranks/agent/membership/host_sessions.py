@@ -51,49 +51,49 @@ class HostSessions:
 
     def __init__(self) -> None:
         self._by_name: dict[str, HostSession] = {}
-        self._alarms: list[tuple[float, int, HostSession]] = []
-        self._num_alarms = 0
+        self._expiries: list[tuple[float, int, HostSession]] = []
+        self._num_pushed = 0
         self.num_here = 0
 
     def get(self, name: str) -> HostSession | None:
         return self._by_name.get(name)
 
-    def add(self, peer: HostSession) -> None:
+    def add(self, session: HostSession) -> None:
         """Replaces the host's earlier session, which must be lost by now."""
-        self._by_name.pop(peer.name, None)
-        self._by_name[peer.name] = peer
+        self._by_name.pop(session.name, None)
+        self._by_name[session.name] = session
         self.num_here += 1
-        self._alarm(peer)
+        self._push_expiry(session)
 
-    def mark_lost(self, peer: HostSession, dead_at: float = math.inf) -> None:
+    def mark_lost(self, session: HostSession, dead_at: float = math.inf) -> None:
         """Mark the session as lost. Its workers may live until its lease expires, or until ``dead_at`` if that is
         earlier."""
-        if not peer.is_lost:
-            peer.is_lost = True
+        if not session.is_lost:
+            session.is_lost = True
             self.num_here -= 1
-        if dead_at < peer.dead_at:
-            peer.gone_at = dead_at
-            self._alarm(peer)
+        if dead_at < session.dead_at:
+            session.gone_at = dead_at
+            self._push_expiry(session)
 
     def present(self) -> Iterator[HostSession]:
         """The sessions that are not lost, in the order in which they joined."""
-        return (peer for peer in self._by_name.values() if not peer.is_lost)
+        return (session for session in self._by_name.values() if not session.is_lost)
 
     def expired(self, now: float) -> list[HostSession]:
         """The sessions whose workers are dead by now. A timer that heartbeats have postponed is set again, once per
         lease."""
         dead = []
-        while self._alarms and self._alarms[0][0] <= now:
-            peer = heapq.heappop(self._alarms)[2]
-            if peer.dead_at <= now:
-                dead.append(peer)
+        while self._expiries and self._expiries[0][0] <= now:
+            session = heapq.heappop(self._expiries)[2]
+            if session.dead_at <= now:
+                dead.append(session)
             else:
-                self._alarm(peer)
+                self._push_expiry(session)
         return dead
 
     def next_expiry(self) -> float | None:
-        return self._alarms[0][0] if self._alarms else None
+        return self._expiries[0][0] if self._expiries else None
 
-    def _alarm(self, peer: HostSession) -> None:
-        self._num_alarms += 1
-        heapq.heappush(self._alarms, (peer.dead_at, self._num_alarms, peer))
+    def _push_expiry(self, session: HostSession) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._expiries, (session.dead_at, self._num_pushed, session))

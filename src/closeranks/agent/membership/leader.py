@@ -70,7 +70,7 @@ class Leader:
         term: int,
         *,
         plan: Mapping[str, Any] | None = None,
-        pace: Callable[[int], LeaseTiming] = lease_timing_for,
+        timing: Callable[[int], LeaseTiming] = lease_timing_for,
         until: float = math.inf,
         quiet_until: float = -math.inf,
         generation: int = -1,
@@ -83,11 +83,11 @@ class Leader:
         self.quiet_until = quiet_until
         self.generation: Generation | None = None
         self._plan = dict(plan or {})
-        self._pace = pace
+        self._timing = timing
         self._newest = generation
-        self._peers = HostSessions()
+        self._sessions = HostSessions()
         self._is_over = False
-        self._farewell: Dismiss | None = None
+        self._dismissal: Dismiss | None = None
 
     # --- state
 
@@ -99,17 +99,17 @@ class Leader:
     def available(self) -> tuple[AvailableHost, ...]:
         """The hosts that could take workers, in the order in which they joined."""
         return tuple(
-            AvailableHost(peer.name, peer.num_workers, peer.incarnation, peer.facts)
-            for peer in self._peers.present()
-            if self._is_available(peer)
+            AvailableHost(session.name, session.num_workers, session.incarnation, session.facts)
+            for session in self._sessions.present()
+            if self._is_available(session)
         )
 
-    def _is_available(self, peer: HostSession) -> bool:
-        return peer.is_confirmed and not peer.is_leaving
+    def _is_available(self, session: HostSession) -> bool:
+        return session.is_confirmed and not session.is_leaving
 
     def session_of(self, name: str) -> HostSession | None:
         """The host's newest session, with the progress it last reported."""
-        return self._peers.get(name)
+        return self._sessions.get(name)
 
     def may_begin(self, now: float) -> bool:
         return not self._is_silent(now) and self.phase == GenerationPhase.SETTLED and now >= self.quiet_until
@@ -118,39 +118,39 @@ class Leader:
         """When ``tick`` must be called at the latest."""
         if self._is_over:
             return None
-        alarm = self._peers.next_expiry()
-        due = self.until if alarm is None else min(alarm, self.until)
+        expiry = self._sessions.next_expiry()
+        due = self.until if expiry is None else min(expiry, self.until)
         return None if math.isinf(due) else max(due, now)
 
     # --- inputs
 
-    def handle(self, letter: Envelope, now: float) -> Effects:
+    def handle(self, envelope: Envelope, now: float) -> Effects:
         """A message from a host has arrived."""
-        if self._is_silent(now) or letter.term > self.term:
+        if self._is_silent(now) or envelope.term > self.term:
             return []
-        body = letter.body
+        body = envelope.body
         if isinstance(body, Join):
-            return self._on_join(letter, body, now)
-        peer = self._peer_of(letter)
-        if peer is None or letter.term != self.term:
+            return self._on_join(envelope, body, now)
+        session = self._sender_of(envelope)
+        if session is None or envelope.term != self.term:
             return []
-        if self._farewell is not None:
-            return [self._send(peer, self._farewell)]
+        if self._dismissal is not None:
+            return [self._send(session, self._dismissal)]
         match body:
             case Heartbeat():
-                return [] if peer.is_lost else self._on_beat(peer, body, now)
+                return [] if session.is_lost else self._on_heartbeat(session, body, now)
             case WorkerFailed() | Fenced() | WorkersDone() | StoreAddress():
-                seat = self._seat(peer)
-                if seat is None or self.generation is None or body.generation != self.generation.number:
+                member = self._member_of(session)
+                if member is None or self.generation is None or body.generation != self.generation.number:
                     return []
-                return self._on_news(self.generation, seat, body, now)
+                return self._on_report(self.generation, member, body, now)
             case Leaving():
-                return self._on_leaving(peer, body)
+                return self._on_leaving(session, body)
             case WorkerEvent() | WorkerOutput():
                 is_current = self.generation is not None and body.generation == self.generation.number
-                return [RelayedMessage(peer.name, body)] if is_current and not peer.is_lost else []
+                return [RelayedMessage(session.name, body)] if is_current and not session.is_lost else []
             case HostNote():
-                return [RelayedMessage(peer.name, body)]
+                return [RelayedMessage(session.name, body)]
             case _:
                 return []
 
@@ -161,9 +161,9 @@ class Leader:
             return []
         return [
             effect
-            for peer in self._sessions(host)
-            if peer.incarnation == incarnation
-            for effect in self._lose(peer, "its connection was closed", now, dead_at=now + ORPHAN_S)
+            for session in self._sessions_of(host)
+            if session.incarnation == incarnation
+            for effect in self._lose(session, "its connection was closed", now, dead_at=now + ORPHAN_S)
         ]
 
     def tick(self, now: float) -> Effects:
@@ -174,8 +174,8 @@ class Leader:
             self._is_over = True
             return [SteppedDown(self.term)]
         effects: Effects = []
-        for peer in self._peers.expired(now):
-            effects += self._lose(peer, "no heartbeat arrived in time", now, dead_at=now)
+        for session in self._sessions.expired(now):
+            effects += self._lose(session, "no heartbeat arrived in time", now, dead_at=now)
         return effects + self._settle_if_empty(now)
 
     # --- orders of the caller
@@ -193,22 +193,24 @@ class Leader:
             raise CloseranksError(f"generation {self._newest + 1} cannot begin while it is {self.phase}{who}")
         self._newest += 1
         per_host = tuple(count for _, count in members)
-        seats = []
+        new_members = []
         for number, (name, _) in enumerate(members):
-            peer = self._peers.get(name)
-            assert peer is not None
-            seats.append(GenerationMember(peer, BeginGeneration(self._newest, number, per_host, dict(payload)), now))
-        self.generation = Generation(self._newest, seats)
-        return [self._send(seat.session, seat.begin) for seat in seats]
+            session = self._sessions.get(name)
+            assert session is not None
+            new_members.append(
+                GenerationMember(session, BeginGeneration(self._newest, number, per_host, dict(payload)), now)
+            )
+        self.generation = Generation(self._newest, new_members)
+        return [self._send(member.session, member.begin) for member in new_members]
 
     def send_request(self, request: RunRequest, now: float) -> Effects:
         """Pass a request on to every worker of the generation."""
         generation = self.generation
         if self._is_silent(now) or generation is None or not generation.is_alive:
             return []
-        ask = WorkerRequest(generation.number, len(generation.asks) + 1, request)
-        generation.asks.append(ask)
-        return [self._send(seat.session, ask) for seat in generation.live_members()]
+        message = WorkerRequest(generation.number, len(generation.asks) + 1, request)
+        generation.asks.append(message)
+        return [self._send(member.session, message) for member in generation.live_members()]
 
     def fence(self, what: str, now: float) -> Effects:
         """Fence the generation: a hang was detected, or a deadline has passed."""
@@ -219,161 +221,161 @@ class Leader:
         writes the snapshots in its memory to disk first."""
         if self._is_silent(now):
             return []
-        self._farewell = Dismiss(reason, rescues)
-        return [self._send(peer, self._farewell) for peer in self._peers.present()]
+        self._dismissal = Dismiss(reason, rescues)
+        return [self._send(session, self._dismissal) for session in self._sessions.present()]
 
     # --- messages
 
-    def _on_join(self, letter: Envelope, join: Join, now: float) -> Effects:
-        known = self._peers.get(letter.host)
-        identity = (letter.incarnation, letter.session)
+    def _on_join(self, envelope: Envelope, join: Join, now: float) -> Effects:
+        known = self._sessions.get(envelope.host)
+        identity = (envelope.incarnation, envelope.session)
         if known is not None and identity == known.identity:
             return [] if known.is_lost else [self._welcome(known, now)]
-        if known is not None and identity < known.identity and not self._may_step_back(known, letter):
+        if known is not None and identity < known.identity and not self._may_step_back(known, envelope):
             return []
-        peer = HostSession(letter.host, *identity, join.num_workers, now, join.facts)
-        if self._farewell is not None:
-            return [self._send(peer, self._farewell)]
+        session = HostSession(envelope.host, *identity, join.num_workers, now, join.facts)
+        if self._dismissal is not None:
+            return [self._send(session, self._dismissal)]
         self._newest = max(self._newest, join.generation)
-        effects = self._replace(known, letter, now) if known is not None else []
-        welcome = self._welcome(peer, now)
-        self._peers.add(peer)
+        effects = self._replace(known, envelope, now) if known is not None else []
+        welcome = self._welcome(session, now)
+        self._sessions.add(session)
         return [*effects, welcome]
 
     @staticmethod
-    def _may_step_back(known: HostSession, letter: Envelope) -> bool:
+    def _may_step_back(known: HostSession, envelope: Envelope) -> bool:
         """A host whose clock was set back starts with a lower incarnation; it must wait until its earlier one is
         lost."""
-        return known.is_lost and letter.incarnation != known.incarnation
+        return known.is_lost and envelope.incarnation != known.incarnation
 
-    def _replace(self, known: HostSession, letter: Envelope, now: float) -> Effects:
+    def _replace(self, known: HostSession, envelope: Envelope, now: float) -> Effects:
         """The host has joined again. In the same incarnation it has no workers left; those of an earlier incarnation,
         or of another host of that name, are dead when their lease expires or their connection closes."""
-        if known.incarnation == letter.incarnation:
+        if known.incarnation == envelope.incarnation:
             return self._lose(known, "it has joined again", now, dead_at=now, why="rejoined")
         effects = self._lose(known, "its agent was restarted", now, why="restarted")
         return [*effects, self._send(known, Dismiss(f"another agent has joined as {known.name}"))]
 
-    def _welcome(self, peer: HostSession, now: float) -> SendMessage:
-        pace = self._trust(peer, now)
-        return self._send(peer, Welcome(pace.beat_s, pace.lease_s, self._plan))
+    def _welcome(self, session: HostSession, now: float) -> SendMessage:
+        timing = self._extend_lease(session, now)
+        return self._send(session, Welcome(timing.beat_s, timing.lease_s, self._plan))
 
-    def _trust(self, peer: HostSession, now: float) -> LeaseTiming:
+    def _extend_lease(self, session: HostSession, now: float) -> LeaseTiming:
         """The host is about to be granted a lease of this length: do not count it as dead any earlier, whatever it was
         granted before."""
-        pace = self._pace(self._peers.num_here)
-        peer.expires_at = max(peer.expires_at, now + pace.dead_after_s)
-        return pace
+        timing = self._timing(self._sessions.num_here)
+        session.expires_at = max(session.expires_at, now + timing.dead_after_s)
+        return timing
 
-    def _on_beat(self, peer: HostSession, beat: Heartbeat, now: float) -> Effects:
-        pace = self._trust(peer, now)
-        peer.progress = beat.progress
-        effects: Effects = [self._send(peer, HeartbeatAck(beat.seq, pace.beat_s, pace.lease_s))]
-        if not peer.is_confirmed:
-            peer.is_confirmed = True
-            effects.append(self._changed(peer, "joined"))
-        seat = self._seat(peer)
-        if seat is not None and self.generation is not None:
-            effects += self._reconcile(self.generation, seat, beat, now, pace)
+    def _on_heartbeat(self, session: HostSession, heartbeat: Heartbeat, now: float) -> Effects:
+        timing = self._extend_lease(session, now)
+        session.progress = heartbeat.progress
+        effects: Effects = [self._send(session, HeartbeatAck(heartbeat.seq, timing.beat_s, timing.lease_s))]
+        if not session.is_confirmed:
+            session.is_confirmed = True
+            effects.append(self._changed(session, "joined"))
+        member = self._member_of(session)
+        if member is not None and self.generation is not None:
+            effects += self._reconcile(self.generation, member, heartbeat, now, timing)
         return effects
 
     def _reconcile(
-        self, generation: Generation, seat: GenerationMember, beat: Heartbeat, now: float, pace: LeaseTiming
+        self, generation: Generation, member: GenerationMember, heartbeat: Heartbeat, now: float, timing: LeaseTiming
     ) -> Effects:
         """Accept what the heartbeat confirms, and send again what it does not, once that had time to arrive."""
         effects: Effects = []
-        if beat.generation == generation.number and generation.is_alive:
-            effects += self._start_seen(generation, seat)
-        if seat.may_have_workers and now >= seat.told_at + pace.beat_s:
-            missing = self._missing(generation, seat, beat)
+        if heartbeat.generation == generation.number and generation.is_alive:
+            effects += self._confirm_start(generation, member)
+        if member.may_have_workers and now >= member.told_at + timing.beat_s:
+            missing = self._missing(generation, member, heartbeat)
             if missing:
-                seat.told_at = now
-            effects += [self._send(seat.session, body) for body in missing]
+                member.told_at = now
+            effects += [self._send(member.session, body) for body in missing]
         return effects
 
     @staticmethod
-    def _missing(generation: Generation, seat: GenerationMember, beat: Heartbeat) -> list[MessageBody]:
+    def _missing(generation: Generation, member: GenerationMember, heartbeat: Heartbeat) -> list[MessageBody]:
         if generation.phase == GenerationPhase.BREAKING:
             return [Fence(generation.number)]
-        if beat.generation != generation.number:
-            return [seat.begin]
-        missing: list[MessageBody] = list(generation.asks[beat.num_asked :])
-        if generation.store and not beat.has_store:
+        if heartbeat.generation != generation.number:
+            return [member.begin]
+        missing: list[MessageBody] = list(generation.asks[heartbeat.num_asked :])
+        if generation.store and not heartbeat.has_store:
             missing.append(StoreAddress(generation.number, generation.store))
         return missing
 
     @staticmethod
-    def _start_seen(generation: Generation, seat: GenerationMember) -> Effects:
-        generation.move(seat, MemberState.WORKING)
+    def _confirm_start(generation: Generation, member: GenerationMember) -> Effects:
+        generation.move(member, MemberState.WORKING)
         if generation.phase == GenerationPhase.FORMING and generation.has_started:
             generation.phase = GenerationPhase.RUNNING
             return [GenerationFormed(generation.number)]
         return []
 
-    def _on_news(
+    def _on_report(
         self,
         generation: Generation,
-        seat: GenerationMember,
+        member: GenerationMember,
         body: WorkerFailed | Fenced | WorkersDone | StoreAddress,
         now: float,
     ) -> Effects:
         match body:
             case StoreAddress():
-                return self._on_store(generation, seat, body)
+                return self._on_store(generation, member, body)
             case WorkerFailed():
-                seat.facts = seat.facts or body.facts
-                return self._break(EndCause("fault", seat.session.name, "a worker failed", body.facts), now)
+                member.facts = member.facts or body.facts
+                return self._break(EndCause("fault", member.session.name, "a worker failed", body.facts), now)
             case WorkersDone():
-                return self._on_done(generation, seat, body, now)
+                return self._on_done(generation, member, body, now)
             case Fenced():
-                seat.facts = body.facts if seat.may_have_workers else seat.facts
-                generation.move(seat, MemberState.OUT)
-                effects = self._break(EndCause("fault", seat.session.name, "it was fenced", body.facts), now)
+                member.facts = body.facts if member.may_have_workers else member.facts
+                generation.move(member, MemberState.OUT)
+                effects = self._break(EndCause("fault", member.session.name, "it was fenced", body.facts), now)
                 return effects + self._settle_if_empty(now)
 
-    def _on_store(self, generation: Generation, seat: GenerationMember, store: StoreAddress) -> Effects:
+    def _on_store(self, generation: Generation, member: GenerationMember, store: StoreAddress) -> Effects:
         """The first address counts; it is sent back to its sender too, as an acknowledgement."""
         if not generation.is_alive:
             return []
-        effects = self._start_seen(generation, seat)
+        effects = self._confirm_start(generation, member)
         if generation.store:
-            return [*effects, self._send(seat.session, StoreAddress(generation.number, generation.store))]
+            return [*effects, self._send(member.session, StoreAddress(generation.number, generation.store))]
         generation.store = store.address
         return [*effects, *(self._send(other.session, store) for other in generation.live_members())]
 
-    def _on_done(self, generation: Generation, seat: GenerationMember, done: WorkersDone, now: float) -> Effects:
-        if not seat.may_have_workers:
+    def _on_done(self, generation: Generation, member: GenerationMember, done: WorkersDone, now: float) -> Effects:
+        if not member.may_have_workers:
             return []
-        seat.facts = done.facts
-        effects = self._start_seen(generation, seat) if generation.is_alive else []
-        generation.move(seat, MemberState.DONE)
+        member.facts = done.facts
+        effects = self._confirm_start(generation, member) if generation.is_alive else []
+        generation.move(member, MemberState.DONE)
         return effects + self._settle_if_empty(now)
 
-    def _on_leaving(self, peer: HostSession, leaving: Leaving) -> Effects:
+    def _on_leaving(self, session: HostSession, leaving: Leaving) -> Effects:
         """The host stays a member until the generation is over: the restart policy asks for a regroup, which loses no
         step."""
-        if peer.is_lost or peer.is_leaving:
+        if session.is_lost or session.is_leaving:
             return []
-        peer.is_leaving = True
-        effects: Effects = [self._changed(peer, "leaving", leaving.reason)]
-        return effects if self._is_seated(peer) else effects + self._let_go(peer)
+        session.is_leaving = True
+        effects: Effects = [self._changed(session, "leaving", leaving.reason)]
+        return effects if self._is_member(session) else effects + self._release(session)
 
-    def _let_go(self, peer: HostSession) -> Effects:
-        self._peers.mark_lost(peer)
-        return [self._send(peer, Dismiss("it left as requested")), self._changed(peer, "left")]
+    def _release(self, session: HostSession) -> Effects:
+        self._sessions.mark_lost(session)
+        return [self._send(session, Dismiss("it left as requested")), self._changed(session, "left")]
 
     # --- the end of a generation
 
     def _lose(
-        self, peer: HostSession, what: str, now: float, *, dead_at: float = math.inf, why: Why = "lost"
+        self, session: HostSession, what: str, now: float, *, dead_at: float = math.inf, why: Why = "lost"
     ) -> Effects:
-        effects: Effects = [] if peer.is_lost else [self._changed(peer, "lost", what)]
-        self._peers.mark_lost(peer, dead_at)
-        seat = self._seat(peer)
-        if seat is not None and seat.may_have_workers and self.generation is not None:
+        effects: Effects = [] if session.is_lost else [self._changed(session, "lost", what)]
+        self._sessions.mark_lost(session, dead_at)
+        member = self._member_of(session)
+        if member is not None and member.may_have_workers and self.generation is not None:
             if dead_at <= now:
-                self.generation.move(seat, MemberState.OUT)
-            effects += self._break(EndCause(why, peer.name, what), now)
+                self.generation.move(member, MemberState.OUT)
+            effects += self._break(EndCause(why, session.name, what), now)
         return effects
 
     def _break(self, cause: EndCause, now: float) -> Effects:
@@ -384,9 +386,9 @@ class Leader:
             return []
         generation.phase, generation.cause = GenerationPhase.BREAKING, cause
         effects: Effects = [GenerationBroken(generation.number, cause)]
-        for seat in generation.live_members():
-            seat.told_at = now
-            effects.append(self._send(seat.session, Fence(generation.number)))
+        for member in generation.live_members():
+            member.told_at = now
+            effects.append(self._send(member.session, Fence(generation.number)))
         return effects + self._settle_if_empty(now)
 
     def _settle_if_empty(self, now: float) -> Effects:
@@ -395,10 +397,10 @@ class Leader:
             return []
         generation.phase = GenerationPhase.SETTLED
         effects: Effects = []
-        for peer in [seat.session for seat in generation.members.values()]:
-            if peer.is_leaving and not peer.is_lost:
-                effects += self._let_go(peer)
-        facts = {name: seat.facts for name, seat in generation.members.items() if seat.facts}
+        for session in [member.session for member in generation.members.values()]:
+            if session.is_leaving and not session.is_lost:
+                effects += self._release(session)
+        facts = {name: member.facts for name, member in generation.members.items() if member.facts}
         return [*effects, GenerationSettled(generation.number, generation.cause, facts, self.available)]
 
     @staticmethod
@@ -410,27 +412,27 @@ class Leader:
     def _is_silent(self, now: float) -> bool:
         return self._is_over or now >= self.until
 
-    def _peer_of(self, letter: Envelope) -> HostSession | None:
-        identity = (letter.incarnation, letter.session)
-        return next((peer for peer in self._sessions(letter.host) if peer.identity == identity), None)
+    def _sender_of(self, envelope: Envelope) -> HostSession | None:
+        identity = (envelope.incarnation, envelope.session)
+        return next((session for session in self._sessions_of(envelope.host) if session.identity == identity), None)
 
-    def _sessions(self, name: str) -> list[HostSession]:
+    def _sessions_of(self, name: str) -> list[HostSession]:
         """The host's newest session, and an older one that is a member of this generation and may still have
         workers."""
-        newest = self._peers.get(name)
-        seat = self.generation.members.get(name) if self.generation else None
+        newest = self._sessions.get(name)
+        member = self.generation.members.get(name) if self.generation else None
         sessions = [newest] if newest is not None else []
-        return sessions if seat is None or seat.session is newest else [*sessions, seat.session]
+        return sessions if member is None or member.session is newest else [*sessions, member.session]
 
-    def _seat(self, peer: HostSession) -> GenerationMember | None:
-        return self.generation.member_of(peer) if self.generation else None
+    def _member_of(self, session: HostSession) -> GenerationMember | None:
+        return self.generation.member_of(session) if self.generation else None
 
-    def _is_seated(self, peer: HostSession) -> bool:
-        return self.phase != GenerationPhase.SETTLED and self._seat(peer) is not None
+    def _is_member(self, session: HostSession) -> bool:
+        return self.phase != GenerationPhase.SETTLED and self._member_of(session) is not None
 
-    def _send(self, peer: HostSession, body: MessageBody) -> SendMessage:
-        return SendMessage(peer.envelope(self.term, body))
+    def _send(self, session: HostSession, body: MessageBody) -> SendMessage:
+        return SendMessage(session.envelope(self.term, body))
 
     @staticmethod
-    def _changed(peer: HostSession, change: HostChange, what: str = "") -> HostStatusChanged:
-        return HostStatusChanged(peer.name, change, what, peer.num_workers)
+    def _changed(session: HostSession, change: HostChange, what: str = "") -> HostStatusChanged:
+        return HostStatusChanged(session.name, change, what, session.num_workers)

@@ -1,12 +1,13 @@
 """The messages between the agent of a host and the leader.
 
-    host -> leader   Join Beat Store Broken Fenced Done Leaving Event Output Note
-    leader -> host   Welcome BeatBack Begin Store Ask Fence Dismiss
+    host -> leader   Join Heartbeat StoreAddress WorkerFailed Fenced WorkersDone Leaving
+                     WorkerEvent WorkerOutput HostNote
+    leader -> host   Welcome HeartbeatAck BeginGeneration StoreAddress WorkerRequest Fence Dismiss
 
-A message is a ``Letter``: the host at one end (name, incarnation, session), the term, and a body. An ``incarnation`` is
-one start of a host's agent, with the memory it keeps; a ``session`` is one join of that agent. A term identifies a
-leader: no two leaders share one. Invariant: ``from_fields`` accepts what ``to_fields`` produced and rejects everything
-else with a ``ProtocolError``; every field of a decoded message has been validated.
+A message is an ``Envelope``: the host at one end (name, incarnation, session), the term, and a body. An
+``incarnation`` is one start of a host's agent, with the memory it keeps; a ``session`` is one join of that agent. A
+term identifies a leader: no two leaders share one. Invariant: ``from_fields`` accepts what ``to_fields`` produced and
+rejects everything else with a ``ProtocolError``; every field of a decoded message has been validated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from closeranks.agent.detection.progress import WorkerPhase as _Phase
+from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.agent.membership.field_codecs import (
     BoolCodec,
     DictCodec,
@@ -38,7 +39,7 @@ Ordinal = Annotated[int, IntCodec(1)]
 CountOrNone = Annotated[int, IntCodec(-1)]
 """-1: none yet."""
 NumWorkers = Annotated[int, IntCodec(1, _MAX_WORKERS_PER_HOST)]
-PhaseNumber = Annotated[int, IntCodec(0, len(_Phase) - 1)]
+PhaseNumber = Annotated[int, IntCodec(0, len(WorkerPhase) - 1)]
 Seconds = Annotated[float, FloatCodec()]
 Pause = Annotated[float, FloatCodec(0.001, 3600.0)]
 YesNo = Annotated[bool, BoolCodec()]
@@ -49,15 +50,15 @@ Facts = Annotated[dict[str, Any], DictCodec()]
 PerHost = Annotated[tuple[int, ...], RunLengthCodec()]
 Asked = Annotated[RunRequest, RequestCodec()]
 
-_CHECKS: dict[type, tuple[tuple[str, FieldCodec], ...]] = {}
+_CODECS: dict[type, tuple[tuple[str, FieldCodec], ...]] = {}
 
 
-def _checks(kind: type) -> tuple[tuple[str, FieldCodec], ...]:
+def _codecs_of(kind: type) -> tuple[tuple[str, FieldCodec], ...]:
     """Names and codecs of the fields of a dataclass, in order."""
-    if kind not in _CHECKS:
+    if kind not in _CODECS:
         hints = get_type_hints(kind, include_extras=True)
-        _CHECKS[kind] = tuple((f.name, hints[f.name].__metadata__[0]) for f in fields(kind))
-    return _CHECKS[kind]
+        _CODECS[kind] = tuple((f.name, hints[f.name].__metadata__[0]) for f in fields(kind))
+    return _CODECS[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +81,16 @@ class ProgressCodec:
     """The progress of a host's workers, each row a list without names, because it is sent with every heartbeat."""
 
     def encode(self, value: tuple[RankProgress, ...]) -> list[list[Any]]:
-        return [[getattr(row, name) for name, _ in _checks(RankProgress)] for row in value]
+        return [[getattr(row, name) for name, _ in _codecs_of(RankProgress)] for row in value]
 
     def decode(self, name: str, value: Any) -> tuple[RankProgress, ...]:
         if type(value) is not list or len(value) > _MAX_WORKERS_PER_HOST:
             raise ProtocolError(f"{name} must be a list of at most {_MAX_WORKERS_PER_HOST} rows")
-        checks = _checks(RankProgress)
-        if not all(type(row) is list and len(row) == len(checks) for row in value):
-            raise ProtocolError(f"{name} must be rows of {len(checks)} values")
+        codecs = _codecs_of(RankProgress)
+        if not all(type(row) is list and len(row) == len(codecs) for row in value):
+            raise ProtocolError(f"{name} must be rows of {len(codecs)} values")
         return tuple(
-            RankProgress(*(check.decode(f"{name}.{key}", item) for (key, check), item in zip(checks, row, strict=True)))
+            RankProgress(*(codec.decode(f"{name}.{key}", item) for (key, codec), item in zip(codecs, row, strict=True)))
             for row in value
         )
 
@@ -292,7 +293,7 @@ class Dismiss(MessageBody):
     """The job failed with state that is only in memory: the host writes its snapshots to disk."""
 
 
-_TO_LEAD = (
+_TO_LEADER = (
     Join,
     Heartbeat,
     StoreAddress,
@@ -305,8 +306,8 @@ _TO_LEAD = (
     HostNote,
 )
 _TO_HOST = (Welcome, HeartbeatAck, BeginGeneration, WorkerRequest, Fence, Dismiss)
-_KINDS: dict[str, type[MessageBody]] = {kind.kind: kind for kind in (*_TO_LEAD, *_TO_HOST)}
-_HEAD: tuple[tuple[str, FieldCodec], ...] = (
+_KINDS: dict[str, type[MessageBody]] = {kind.kind: kind for kind in (*_TO_LEADER, *_TO_HOST)}
+_HEADER: tuple[tuple[str, FieldCodec], ...] = (
     ("term", IntCodec()),
     ("host", StrCodec(255, is_name=True)),
     ("incarnation", IntCodec()),
@@ -329,33 +330,33 @@ class Envelope:
 
     def to_fields(self) -> Fields:
         """Plain JSON values; ``kind`` and the header first."""
-        told: Fields = {"kind": self.body.kind}
-        for name, _ in _HEAD:
-            told[name] = getattr(self, name)
-        for name, check in _checks(type(self.body)):
-            told[name] = check.encode(getattr(self.body, name))
-        return told
+        values: Fields = {"kind": self.body.kind}
+        for name, _ in _HEADER:
+            values[name] = getattr(self, name)
+        for name, codec in _codecs_of(type(self.body)):
+            values[name] = codec.encode(getattr(self.body, name))
+        return values
 
     @classmethod
-    def from_fields(cls, told: Any) -> Envelope:
+    def from_fields(cls, values: Any) -> Envelope:
         """Raises ``ProtocolError``."""
-        if type(told) is not dict:
+        if type(values) is not dict:
             raise ProtocolError("a message must be a table")
-        kind = _KINDS.get(told["kind"]) if type(told.get("kind")) is str else None
+        kind = _KINDS.get(values["kind"]) if type(values.get("kind")) is str else None
         if kind is None:
-            raise ProtocolError(f"there is no message of the kind {str(told.get('kind'))[:40]!r}")
-        checks = _checks(kind)
-        _same_names(kind.kind, told, checks)
-        head = {name: check.decode(f"{kind.kind}.{name}", told[name]) for name, check in _HEAD}
-        body = kind(**{name: check.decode(f"{kind.kind}.{name}", told[name]) for name, check in checks})
+            raise ProtocolError(f"there is no message of the kind {str(values.get('kind'))[:40]!r}")
+        codecs = _codecs_of(kind)
+        _check_names(kind.kind, values, codecs)
+        header = {name: codec.decode(f"{kind.kind}.{name}", values[name]) for name, codec in _HEADER}
+        body = kind(**{name: codec.decode(f"{kind.kind}.{name}", values[name]) for name, codec in codecs})
         if isinstance(body, BeginGeneration) and body.number >= len(body.per_host):
             raise ProtocolError(f"begin.number is {body.number} among {len(body.per_host)} hosts")
-        return cls(**head, body=body)
+        return cls(**header, body=body)
 
 
-def _same_names(kind: str, told: Fields, checks: tuple[tuple[str, FieldCodec], ...]) -> None:
-    wanted = {"kind", *(name for name, _ in _HEAD), *(name for name, _ in checks)}
-    if missing := sorted(wanted - told.keys()):
+def _check_names(kind: str, values: Fields, codecs: tuple[tuple[str, FieldCodec], ...]) -> None:
+    wanted = {"kind", *(name for name, _ in _HEADER), *(name for name, _ in codecs)}
+    if missing := sorted(wanted - values.keys()):
         raise ProtocolError(f"{kind} lacks {', '.join(missing)}")
-    if len(told) > len(wanted):
+    if len(values) > len(wanted):
         raise ProtocolError(f"{kind} has a field that it should not have")

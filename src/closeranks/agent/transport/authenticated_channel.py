@@ -44,9 +44,9 @@ class AuthenticatedChannel:
         self._token = token
         self._max_bytes = max_bytes
         self._ours = ChannelHello(role, nonce or secrets.token_bytes(NONCE_BYTES))
-        self._greeting = bytearray()
-        self._seal: FrameSigner | None = None
-        self._unwrapper: FrameReader | None = None
+        self._hello_buffer = bytearray()
+        self._signer: FrameSigner | None = None
+        self._reader: FrameReader | None = None
         self.is_open = False
         """Whether the other side has proved that it holds the token."""
         self.outbox = bytearray()
@@ -56,38 +56,38 @@ class AuthenticatedChannel:
     @property
     def is_between_messages(self) -> bool:
         """Whether no message has arrived in part."""
-        return not self._greeting and (self._unwrapper is None or self._unwrapper.is_empty)
+        return not self._hello_buffer and (self._reader is None or self._reader.is_empty)
 
     @property
     def has_sent_proof(self) -> bool:
         """Whether our proof was sent: if the other side closes the connection now, it has rejected the proof."""
-        return self.is_open or (self._ours.role == "client" and self._seal is not None)
+        return self.is_open or (self._ours.role == "client" and self._signer is not None)
 
     def queue(self, fields: Fields) -> None:
         """Append a signed message to the outbox; the channel must be open."""
-        if self._seal is None or not self.is_open:
+        if self._signer is None or not self.is_open:
             raise CloseranksError("a message was queued before the other side was authenticated")
         body = json.dumps(fields, separators=(",", ":")).encode()
         if len(body) > self._max_bytes:
             raise CloseranksError(f"a message of {len(body)} bytes is too large to send (at most {self._max_bytes})")
-        self.outbox += self._seal.encode_frame(body)
+        self.outbox += self._signer.encode_frame(body)
 
     def feed(self, data: bytes) -> Iterator[Fields]:
         """The messages that have arrived completely. Raises ``ChannelError`` at the first violation of the protocol."""
-        if self._unwrapper is None:
-            data = self._meet(data)
-        if self._unwrapper is None:
+        if self._reader is None:
+            data = self._read_hello(data)
+        if self._reader is None:
             return
-        for body in self._unwrapper.feed(data):
+        for body in self._reader.feed(data):
             if self.is_open:
                 yield _fields(body)
             else:
-                self._open(self._unwrapper)
+                self._open(self._reader)
 
-    def _meet(self, data: bytes) -> bytes:
+    def _read_hello(self, data: bytes) -> bytes:
         """Consume the other side's hello; returns the bytes after it."""
-        self._greeting += data
-        theirs = decode_hello(self._greeting, "server" if self._ours.role == "client" else "client")
+        self._hello_buffer += data
+        theirs = decode_hello(self._hello_buffer, "server" if self._ours.role == "client" else "client")
         if theirs is None:
             return b""
         if self._ours.role == "server":
@@ -95,25 +95,25 @@ class AuthenticatedChannel:
         if theirs.version != VERSION:
             what = f"speaks version {theirs.version} of the control channel, this side {VERSION}"
             raise ChannelError(f"{what}: install the same closeranks on both")
-        self._agree(theirs)
-        rest = bytes(self._greeting[HELLO_BYTES:])
-        self._greeting.clear()
+        self._set_signers(theirs)
+        rest = bytes(self._hello_buffer[HELLO_BYTES:])
+        self._hello_buffer.clear()
         return rest
 
-    def _agree(self, theirs: ChannelHello) -> None:
+    def _set_signers(self, theirs: ChannelHello) -> None:
         is_client = self._ours.role == "client"
-        seals = derive_signers(self._token, *((self._ours, theirs) if is_client else (theirs, self._ours)))
-        self._seal = seals.client if is_client else seals.server
-        self._unwrapper = FrameReader(seals.server if is_client else seals.client, max_bytes=0)
+        signers = derive_signers(self._token, *((self._ours, theirs) if is_client else (theirs, self._ours)))
+        self._signer = signers.client if is_client else signers.server
+        self._reader = FrameReader(signers.server if is_client else signers.client, max_bytes=0)
         if is_client:
-            self.outbox += self._seal.encode_frame(b"")
+            self.outbox += self._signer.encode_frame(b"")
 
-    def _open(self, unwrapper: FrameReader) -> None:
+    def _open(self, reader: FrameReader) -> None:
         """Frame 0 has been verified."""
-        unwrapper.set_max_bytes(self._max_bytes)
+        reader.set_max_bytes(self._max_bytes)
         self.is_open = True
-        if self._ours.role == "server" and self._seal is not None:
-            self.outbox += self._seal.encode_frame(b"")
+        if self._ours.role == "server" and self._signer is not None:
+            self.outbox += self._signer.encode_frame(b"")
 
 
 def _fields(body: bytes) -> Fields:

@@ -31,18 +31,18 @@ class Backoff:
         self._first_s = first_s
         self._longest_s = longest_s
         self._bound_s = first_s
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
 
     def next_s(self) -> float:
         bound = self._bound_s
         self._bound_s = min(2 * bound, self._longest_s)
-        return bound * (1 - self._chance.random() / 2)
+        return bound * (1 - self._random.random() / 2)
 
     def reset(self) -> None:
         self._bound_s = self._first_s
 
 
-_MOST_TOLD = 16
+_MAX_NOTES = 16
 
 
 class ControlClient:
@@ -58,26 +58,26 @@ class ControlClient:
         on_message: Callable[[ControlConnection, Fields], None],
         on_close: Callable[[ControlConnection, str], None],
         on_note: Callable[[str], None],
-        terms: ChannelLimits | None = None,
+        limits: ChannelLimits | None = None,
         seed: int | None = None,
     ) -> None:
         self._loop = loop
         self._token = token
-        self._terms = terms or ChannelLimits()
+        self._limits = limits or ChannelLimits()
         self._tell_open, self._tell_close, self._tell_note = on_open, on_close, on_note
-        self._ears = ConnectionCallbacks(self._on_opened, on_message, self._on_ended)
+        self._callbacks = ConnectionCallbacks(self._on_opened, on_message, self._on_ended)
         self.address = parse_address(address) if isinstance(address, str) else address
-        self._backoff = Backoff(self._terms.first_wait_s, self._terms.longest_wait_s, seed)
-        self._places: list[SocketAddress] = []
+        self._backoff = Backoff(self._limits.first_wait_s, self._limits.longest_wait_s, seed)
+        self._addresses: list[SocketAddress] = []
         """Addresses of this round that have not been tried yet."""
         self._lookup: DnsLookup | None = None
         self._connecting: socket.socket | None = None
         self._trying = self.address
-        self._peer: ControlConnection | None = None
+        self._connection: ControlConnection | None = None
         self._opened_at = 0.0
         self._until: float | None = time.monotonic()
         """When the next attempt begins, or when the lookup or the connection attempt under way times out."""
-        self._told: list[str] = []
+        self._noted: list[str] = []
         self._is_closed = False
         self.trouble = ""
         """Why there is no connection, as a sentence without a full stop; empty while there is one."""
@@ -90,33 +90,33 @@ class ControlClient:
 
     @property
     def is_open(self) -> bool:
-        return self._peer is not None and self._peer.is_open
+        return self._connection is not None and self._connection.is_open
 
     @property
     def connection(self) -> ControlConnection | None:
         """The connection to the leader, while it is open."""
-        return self._peer if self.is_open else None
+        return self._connection if self.is_open else None
 
     @property
     def deadline(self) -> float | None:
         """When ``wake`` must be called at the latest."""
-        return self._peer.deadline if self._peer is not None else self._until
+        return self._connection.deadline if self._connection is not None else self._until
 
     def send(self, fields: Fields) -> bool:
         """Queue a message; False when there is no connection (the message is not kept for the next one)."""
-        return self._peer is not None and self._peer.send(fields)
+        return self._connection is not None and self._connection.send(fields)
 
     def wake(self) -> None:
         """Handle expired deadlines; cheap when there are none."""
         now = time.monotonic()
-        if self._peer is not None:
-            self._peer.wake(now)
+        if self._connection is not None:
+            self._connection.wake(now)
         elif self._until is not None and now >= self._until and not self._is_closed:
             if self._lookup is not None:
-                self._fail(f"no name server answered within {self._terms.connect_s:g} s")
+                self._fail(f"no name server answered within {self._limits.connect_s:g} s")
             elif self._connecting is not None:
                 self._drop_connecting()
-                self._try_next(f"it did not answer within {self._terms.connect_s:g} s")
+                self._try_next(f"it did not answer within {self._limits.connect_s:g} s")
             else:
                 self._begin_round()
 
@@ -126,53 +126,53 @@ class ControlClient:
         self._until = None
         self._drop_lookup()
         self._drop_connecting()
-        if self._peer is not None:
-            self._peer.close()
-            self._peer = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     # --- connecting to the leader
 
     def _begin_round(self) -> None:
-        if places := numeric_addresses(self.address.host, self.address.port):
-            self._places = places
+        if addresses := numeric_addresses(self.address.host, self.address.port):
+            self._addresses = addresses
             self._try_next("")
             return
-        self._until = time.monotonic() + self._terms.connect_s
+        self._until = time.monotonic() + self._limits.connect_s
         try:
             self._lookup = DnsLookup(self._loop, self.address.host, self.address.port, self._on_found)
         except OSError as error:
             self._fail(f"its name cannot be looked up ({error.strerror})")
 
-    def _on_found(self, places: list[SocketAddress], why: str) -> None:
+    def _on_found(self, addresses: list[SocketAddress], why: str) -> None:
         self._lookup = None
-        if not places:
+        if not addresses:
             self._fail(f"its name does not resolve ({why})")
             return
-        self._places = places
+        self._addresses = addresses
         self._try_next("")
 
     def _try_next(self, why: str) -> None:
         """Try the next address of this round; after the last, report ``why`` and begin a wait."""
-        while self._places:
-            place = self._places.pop(0)
-            number = self._connect(place)
+        while self._addresses:
+            target = self._addresses.pop(0)
+            number = self._connect(target)
             if number == errno.EINPROGRESS:
                 return
             why = _unreachable(number)
         self._fail(why)
 
-    def _connect(self, place: SocketAddress) -> int:
+    def _connect(self, target: SocketAddress) -> int:
         try:
-            endpoint = socket.socket(place.family, socket.SOCK_STREAM)
+            endpoint = socket.socket(target.family, socket.SOCK_STREAM)
         except OSError as error:
             return error.errno or errno.EAFNOSUPPORT
         endpoint.setblocking(False)
-        number = endpoint.connect_ex(place.address)
+        number = endpoint.connect_ex(target.address)
         if number not in (0, errno.EINPROGRESS):
             endpoint.close()
             return number
-        self._connecting, self._trying = endpoint, Address(*place.address[:2])
-        self._until = time.monotonic() + self._terms.connect_s
+        self._connecting, self._trying = endpoint, Address(*target.address[:2])
+        self._until = time.monotonic() + self._limits.connect_s
         self._loop.watch(endpoint.fileno(), self._on_connected)
         self._loop.watch_writable(endpoint.fileno(), True)
         return errno.EINPROGRESS
@@ -181,15 +181,15 @@ class ControlClient:
         endpoint = self._connecting
         if endpoint is None:
             return
-        number = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _met_itself(endpoint)
+        number = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _self_connect_error(endpoint)
         if number:
             self._drop_connecting()
             self._try_next(_unreachable(number))
             return
         self._loop.unwatch(endpoint.fileno())
         self._connecting, self._until = None, None
-        talk = AuthenticatedChannel("client", self._token, max_bytes=self._terms.max_frame_bytes)
-        self._peer = ControlConnection(self._loop, endpoint, self._trying, talk, self._ears, self._terms)
+        channel = AuthenticatedChannel("client", self._token, max_bytes=self._limits.max_frame_bytes)
+        self._connection = ControlConnection(self._loop, endpoint, self._trying, channel, self._callbacks, self._limits)
 
     def _fail(self, why: str) -> None:
         self._drop_lookup()
@@ -199,33 +199,33 @@ class ControlClient:
 
     # --- connected
 
-    def _on_opened(self, peer: ControlConnection) -> None:
+    def _on_opened(self, connection: ControlConnection) -> None:
         self._opened_at = time.monotonic()
         self.deserted_at = None
         self.trouble, self.num_refused = "", 0
-        self._told.clear()
-        self._tell_open(peer)
+        self._noted.clear()
+        self._tell_open(connection)
 
-    def _on_ended(self, peer: ControlConnection, why: str) -> None:
+    def _on_ended(self, connection: ControlConnection, why: str) -> None:
         """Only a connection that lasted resets the backoff, so that a leader which hangs up at once is not flooded."""
-        self._peer = None
-        self._places = []
-        if peer.was_open:
-            if time.monotonic() - self._opened_at > self._terms.longest_wait_s:
+        self._connection = None
+        self._addresses = []
+        if connection.was_open:
+            if time.monotonic() - self._opened_at > self._limits.longest_wait_s:
                 self._backoff.reset()
             self.trouble = f"The leader at {self.address} {why}"
             self._until = time.monotonic() + self._backoff.next_s()
-            self._tell_close(peer, why)
+            self._tell_close(connection, why)
         else:
-            self.num_refused += peer.is_foreign
+            self.num_refused += connection.is_foreign
             self._wait(f"The process listening at {self.address} {why}")
 
     def _wait(self, trouble: str) -> None:
         """Each reason is reported once until there has been a connection again."""
         self.trouble = trouble
         self._until = time.monotonic() + self._backoff.next_s()
-        if trouble not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.append(trouble)
+        if trouble not in self._noted and len(self._noted) < _MAX_NOTES:
+            self._noted.append(trouble)
             self._tell_note(f"{trouble}; trying again.")
 
     def _drop_lookup(self) -> None:
@@ -246,7 +246,7 @@ class ControlClient:
         self.close()
 
 
-def _met_itself(endpoint: socket.socket) -> int:
+def _self_connect_error(endpoint: socket.socket) -> int:
     """TCP self-connect: on one host, a client of a port that nobody listens on may be given that port as its own source
     port, and so connect to itself."""
     try:

@@ -1,7 +1,7 @@
 """One connection of the control channel: moves bytes between a socket and its authenticated channel without blocking.
 
 Invariant: ``send`` and ``close`` make no callbacks; callbacks come only from the event loop and from ``wake``, so a
-caller may send while it iterates over its connections. ``ended`` is called once, and never after ``close``.
+caller may send while it iterates over its connections. ``on_close`` is called once, and never after ``close``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from closeranks.agent.transport.authenticated_channel import AuthenticatedChanne
 from closeranks.agent.transport.channel_limits import ChannelLimits
 from closeranks.agent.transport.framing import ChannelError
 
-_STRANGER_CHUNK_BYTES = 512
+_UNAUTHENTICATED_CHUNK_BYTES = 512
 _CHUNK_BYTES = 1 << 18
 _RESET = (errno.ECONNRESET, errno.EPIPE)
 _CLOSED = "closed the connection"
@@ -43,19 +43,19 @@ class ControlConnection:
         self,
         loop: EventLoop,
         endpoint: socket.socket,
-        where: Address,
-        talk: AuthenticatedChannel,
-        ears: ConnectionCallbacks,
-        terms: ChannelLimits,
+        remote_address: Address,
+        channel: AuthenticatedChannel,
+        callbacks: ConnectionCallbacks,
+        limits: ChannelLimits,
     ) -> None:
         self._loop = loop
         self._endpoint = endpoint
         self._fd = endpoint.fileno()
-        self._talk = talk
-        self._ears = ears
-        self._terms = terms
-        self._patience = time.monotonic() + terms.handshake_s
-        self._why = self._trouble = ""
+        self._channel = channel
+        self._callbacks = callbacks
+        self._limits = limits
+        self._handshake_deadline = time.monotonic() + limits.handshake_s
+        self._why = self._send_error = ""
         self._is_closed = False
         self.was_open = False
         self.is_foreign = False
@@ -63,11 +63,11 @@ class ControlConnection:
         nothing."""
         self.has_hung_up = False
         """Whether the remote process, or its kernel, closed the connection; False after silence or our own close."""
-        self.remote_address = where
+        self.remote_address = remote_address
         """Address of the other side, as seen from this side."""
         self.local_host = plain_host(endpoint.getsockname()[0])
         """The address of this machine on that connection."""
-        _tune(endpoint, terms.silence_s)
+        _tune(endpoint, limits.silence_s)
         loop.watch(self._fd, self._on_ready)
         self._flush()
 
@@ -79,22 +79,22 @@ class ControlConnection:
     @property
     def deadline(self) -> float | None:
         """When the handshake times out."""
-        return None if self.was_open or self._is_closed else self._patience
+        return None if self.was_open or self._is_closed else self._handshake_deadline
 
     def send(self, fields: Fields) -> bool:
         """Queue a message and write what the socket accepts now; False when the other side is unreachable."""
         if not self.is_open:
             return False
-        self._talk.queue(fields)
+        self._channel.queue(fields)
         self._flush()
-        if len(self._talk.outbox) > self._terms.max_queue_bytes:
-            self._doom(f"does not read: {len(self._talk.outbox)} bytes are queued for it")
+        if len(self._channel.outbox) > self._limits.max_queue_bytes:
+            self._close_soon(f"does not read: {len(self._channel.outbox)} bytes are queued for it")
         return self.is_open
 
     def wake(self, now: float) -> None:
         """Close a connection that did not authenticate in time."""
         if self.deadline is not None and now >= self.deadline:
-            self._end(f"did not show within {self._terms.handshake_s:g} s that it holds the token")
+            self._end(f"did not show within {self._limits.handshake_s:g} s that it holds the token")
 
     def refuse(self, why: str) -> None:
         """Close the connection and report why."""
@@ -107,9 +107,9 @@ class ControlConnection:
             self._is_closed = True
             self._loop.unwatch(self._fd)
             self._endpoint.close()
-            self._talk.outbox.clear()
+            self._channel.outbox.clear()
 
-    def _doom(self, why: str) -> None:
+    def _close_soon(self, why: str) -> None:
         """Close in the event loop's next iteration: a socket that was shut down is ready at once."""
         self._why = self._why or why
         with suppress(OSError):
@@ -117,7 +117,7 @@ class ControlConnection:
 
     def _end(self, why: str) -> None:
         self.close()
-        self._ears.on_close(self, why)
+        self._callbacks.on_close(self, why)
 
     def _on_ready(self) -> None:
         if self._is_closed:  # closed earlier in this iteration; its descriptor may be reused
@@ -127,47 +127,47 @@ class ControlConnection:
             return
         self._flush()
         try:
-            data = self._endpoint.recv(_CHUNK_BYTES if self._talk.is_open else _STRANGER_CHUNK_BYTES)
+            data = self._endpoint.recv(_CHUNK_BYTES if self._channel.is_open else _UNAUTHENTICATED_CHUNK_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.has_hung_up = error.errno in _RESET
-            self._end(self._parting(_broken(error)))
+            self._end(self._close_reason(_describe_error(error)))
             return
         if data:
-            self._hear(data)
+            self._on_data(data)
         else:
-            self.has_hung_up = self._trouble in ("", _CLOSED)
-            self._end(self._parting(self._trouble or _CLOSED))
+            self.has_hung_up = self._send_error in ("", _CLOSED)
+            self._end(self._close_reason(self._send_error or _CLOSED))
 
-    def _hear(self, data: bytes) -> None:
+    def _on_data(self, data: bytes) -> None:
         """Messages that arrived before an invalid one are delivered first."""
         try:
-            for fields in self._talk.feed(data):
-                self._greet()
+            for fields in self._channel.feed(data):
+                self._report_open()
                 if self.is_open:
-                    self._ears.on_message(self, fields)
+                    self._callbacks.on_message(self, fields)
                 if not self.is_open:
                     return
-            self._greet()
+            self._report_open()
             self._flush()
         except ChannelError as error:
             self._flush()
             self.is_foreign = True
             self.refuse(error.what)
 
-    def _greet(self) -> None:
-        if self._talk.is_open and not self.was_open:
+    def _report_open(self) -> None:
+        if self._channel.is_open and not self.was_open:
             self.was_open = True
             self._flush()
-            self._ears.on_open(self)
+            self._callbacks.on_open(self)
 
     def _flush(self) -> None:
         """Write what the socket accepts. An error is reported by the read that follows, after what had arrived before
         it has been delivered."""
         if self._is_closed:
             return
-        outbox = self._talk.outbox
+        outbox = self._channel.outbox
         try:
             while outbox:
                 del outbox[: self._endpoint.send(outbox)]
@@ -175,21 +175,21 @@ class ControlConnection:
             pass
         except OSError as error:
             outbox.clear()
-            self._trouble = _broken(error)
+            self._send_error = _describe_error(error)
             with suppress(OSError):
                 self._endpoint.shutdown(socket.SHUT_WR)
         self._loop.watch_writable(self._fd, bool(outbox))
 
-    def _parting(self, words: str) -> str:
+    def _close_reason(self, reason: str) -> str:
         if self.was_open:
-            return words if self._talk.is_between_messages else f"{words} in the middle of a message"
-        if self._talk.has_sent_proof:
+            return reason if self._channel.is_between_messages else f"{reason} in the middle of a message"
+        if self._channel.has_sent_proof:
             self.is_foreign = True
-            return f"{words} when it was shown our token: it probably has another one"
-        return f"{words} before it had shown that it holds the token"
+            return f"{reason} when it was shown our token: it probably has another one"
+        return f"{reason} before it had shown that it holds the token"
 
 
-def _broken(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     if error.errno == errno.ETIMEDOUT:
         return "does not answer any more"
     if error.errno in _RESET:

@@ -18,7 +18,7 @@ from typing import Any
 
 from closeranks.agent.event_loop import EventLoop
 
-_ASK = """
+_LOOKUP_CODE = """
 import json, socket, sys
 try:
     found = socket.getaddrinfo(sys.argv[1], int(sys.argv[2]), type=socket.SOCK_STREAM)
@@ -47,14 +47,16 @@ def numeric_addresses(host: str, port: int) -> list[SocketAddress]:
 
 
 class DnsLookup:
-    """One query. ``done(places, why)`` is called from the event loop, with addresses or with the reason for none."""
+    """One query. ``on_done(addresses, why)`` is called from the event loop; ``why``: the reason for no addresses."""
 
-    def __init__(self, loop: EventLoop, host: str, port: int, done: Callable[[list[SocketAddress], str], None]) -> None:
+    def __init__(
+        self, loop: EventLoop, host: str, port: int, on_done: Callable[[list[SocketAddress], str], None]
+    ) -> None:
         self._loop = loop
-        self._done = done
+        self._on_done = on_done
         self._answer = bytearray()
         self._reader, writer = os.pipe()
-        command = [sys.executable, "-I", "-S", "-c", _ASK, host, str(port)]
+        command = [sys.executable, "-I", "-S", "-c", _LOOKUP_CODE, host, str(port)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL, start_new_session=True
@@ -64,7 +66,7 @@ class DnsLookup:
             raise
         finally:
             os.close(writer)
-        loop.watch(self._reader, self._hear)
+        loop.watch(self._reader, self._read)
 
     def close(self) -> None:
         """Also cancels a lookup that is still running."""
@@ -76,7 +78,7 @@ class DnsLookup:
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()  # brief: it was killed
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         """Collect the output until end of file, which comes when the process ends."""
         if self._process.returncode is not None:  # closed earlier in this iteration; its descriptor may be reused
             return
@@ -84,7 +86,7 @@ class DnsLookup:
         self._answer += data
         if not data or len(self._answer) > _MOST_BYTES:
             self.close()
-            self._done(*decode_answer(bytes(self._answer)))
+            self._on_done(*decode_answer(bytes(self._answer)))
 
 
 def decode_answer(answer: bytes) -> tuple[list[SocketAddress], str]:

@@ -79,9 +79,9 @@ def _foreign(data: bytes) -> str:
     """Which protocol the other side seems to speak. Its bytes are not quoted: they would reach a terminal or a log."""
     if data.startswith(MAGIC):
         return "is on the same side of the channel: two leaders, or two hosts, were connected to each other"
-    for beginnings, words in _FOREIGN:
+    for beginnings, description in _FOREIGN:
         if data.startswith(beginnings):
-            return words
+            return description
     return "does not speak the control channel's protocol"
 
 
@@ -104,8 +104,8 @@ def derive_signers(token: JobToken, client: ChannelHello, server: ChannelHello) 
 class FrameSigner:
     """Signs or verifies the frames of one direction of one connection, each frame once and in order."""
 
-    def __init__(self, key: bytes, place: bytes) -> None:
-        self._begun = hmac.new(key, place, hashlib.sha256)
+    def __init__(self, key: bytes, context: bytes) -> None:
+        self._prefix_hmac = hmac.new(key, context, hashlib.sha256)
         self._number = 0
 
     def encode_frame(self, body: bytes) -> bytes:
@@ -125,13 +125,13 @@ class FrameSigner:
         self._number += 1
 
     def _tag(self, part: int, data: bytes) -> bytes:
-        tag = self._begun.copy()
+        tag = self._prefix_hmac.copy()
         tag.update(_PART.pack(part, self._number))
         tag.update(data)
         return tag.digest()[: _LENGTH_TAG_BYTES if part == _OF_LENGTH else _TAG_BYTES]
 
-    def _check(self, right: bytes, given: bytes) -> None:
-        if hmac.compare_digest(right, given):
+    def _check(self, expected: bytes, given: bytes) -> None:
+        if hmac.compare_digest(expected, given):
             return
         if self._number == 0:
             raise ChannelError("does not hold this job's token (or what it sent was altered in transit)")
@@ -141,8 +141,8 @@ class FrameSigner:
 class FrameReader:
     """Bytes in, verified bodies out; an incomplete frame stays in the buffer."""
 
-    def __init__(self, seal: FrameSigner, max_bytes: int) -> None:
-        self._seal = seal
+    def __init__(self, signer: FrameSigner, max_bytes: int) -> None:
+        self._signer = signer
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._length: int | None = None
@@ -167,13 +167,13 @@ class FrameReader:
         if self._length is None:
             if len(self._buffer) < _HEADER_BYTES:
                 return None
-            self._length = self._seal.check_length(self._take(_HEADER_BYTES))
+            self._length = self._signer.check_length(self._take(_HEADER_BYTES))
             if self._length > self._max_bytes:
                 raise ChannelError(f"sent a message of {self._length} bytes; at most {self._max_bytes} are accepted")
         if len(self._buffer) < self._length + _TAG_BYTES:
             return None
         body = self._take(self._length)
-        self._seal.check_body(body, self._take(_TAG_BYTES))
+        self._signer.check_body(body, self._take(_TAG_BYTES))
         self._length = None
         return body
 

@@ -39,9 +39,9 @@ class JoinEndpoint:
 
     def join_command(self, port: int, num_workers: int) -> str:
         """The command that joins another host."""
-        where = Address(self.address or self.host, port)
-        shown = f" --token-file {self.token_file}" if self.token_file else ", with CLOSERANKS_TOKEN set"
-        return f"closeranks agent --join {where} -n {num_workers}{shown}"
+        address = Address(self.address or self.host, port)
+        token_option = f" --token-file {self.token_file}" if self.token_file else ", with CLOSERANKS_TOKEN set"
+        return f"closeranks agent --join {address} -n {num_workers}{token_option}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +58,31 @@ class HostConnections:
     def __init__(
         self,
         loop: EventLoop,
-        door: JoinEndpoint,
+        endpoint: JoinEndpoint,
         plan: Mapping[str, Any],
         *,
         own_name: str,
-        on_letter: Callable[[Envelope], None],
-        on_gone: Callable[[str, int], None],
+        on_envelope: Callable[[Envelope], None],
+        on_disconnected: Callable[[str, int], None],
         on_note: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._plan = dict(plan)
         self._own_name = own_name
-        self._on_letter = on_letter
-        self._on_gone = on_gone
+        self._on_envelope = on_envelope
+        self._on_disconnected = on_disconnected
         self._on_note = on_note
-        self._lines: dict[tuple[str, int], ControlConnection] = {}
+        self._connections: dict[tuple[str, int], ControlConnection] = {}
         """By name and incarnation: two agents of the same name are kept apart until the leader dismisses one."""
         self._names: dict[ControlConnection, tuple[str, int]] = {}
         self._server = ControlServer(
             loop,
-            door.host,
-            door.port,
-            token=door.token,
-            on_open=lambda peer: None,
-            on_message=self._hear,
-            on_close=self._closed,
+            endpoint.host,
+            endpoint.port,
+            token=endpoint.token,
+            on_open=lambda connection: None,
+            on_message=self._receive,
+            on_close=self._on_close,
             on_note=on_note,
         )
         self.address = self._server.address
@@ -96,50 +96,50 @@ class HostConnections:
     def wake(self) -> None:
         self._server.wake()
 
-    def send(self, letter: Envelope) -> None:
+    def send(self, envelope: Envelope) -> None:
         """Send a message. A host that is not connected is sent it again after its next heartbeat, or is lost."""
-        line = self._lines.get((letter.host, letter.incarnation))
-        if line is not None:
-            line.send(letter.to_fields())
+        connection = self._connections.get((envelope.host, envelope.incarnation))
+        if connection is not None:
+            connection.send(envelope.to_fields())
 
-    def _hear(self, peer: ControlConnection, fields: Any) -> None:
+    def _receive(self, connection: ControlConnection, fields: Any) -> None:
         if fields == ASK_PLAN:
-            peer.send({"kind": PLAN, "lead": self._own_name, "plan": self._plan})
+            connection.send({"kind": PLAN, "lead": self._own_name, "plan": self._plan})
             return
         try:
-            letter = Envelope.from_fields(fields)
+            envelope = Envelope.from_fields(fields)
         except ProtocolError as error:
-            peer.refuse(f"sent an invalid message: {error}")
+            connection.refuse(f"sent an invalid message: {error}")
             return
-        if letter.host == self._own_name:
-            peer.refuse(f"calls itself {letter.host}, which is this host's name: start it with another --name")
+        if envelope.host == self._own_name:
+            connection.refuse(f"calls itself {envelope.host}, which is this host's name: start it with another --name")
             return
-        who = (letter.host, letter.incarnation)
-        self._lines[who], self._names[peer] = peer, who
-        self._on_letter(letter)
+        identity = (envelope.host, envelope.incarnation)
+        self._connections[identity], self._names[connection] = connection, identity
+        self._on_envelope(envelope)
 
-    def _closed(self, peer: ControlConnection, why: str) -> None:
-        who = self._names.pop(peer, None)
-        if who is not None and self._lines.get(who) is peer:
-            del self._lines[who]
-            if peer.has_hung_up:
-                self._on_gone(*who)
-        if not peer.has_hung_up or (who is not None and not self._is_closing):
-            self._on_note(f"{who[0] if who else 'A host'} at {peer.remote_address} {why}.")
+    def _on_close(self, connection: ControlConnection, why: str) -> None:
+        identity = self._names.pop(connection, None)
+        if identity is not None and self._connections.get(identity) is connection:
+            del self._connections[identity]
+            if connection.has_hung_up:
+                self._on_disconnected(*identity)
+        if not connection.has_hung_up or (identity is not None and not self._is_closing):
+            self._on_note(f"{identity[0] if identity else 'A host'} at {connection.remote_address} {why}.")
 
     def close_gracefully(
-        self, letters: Iterable[Envelope], answer: Callable[[Envelope], list[Envelope]], deadline: float
+        self, envelopes: Iterable[Envelope], answer: Callable[[Envelope], list[Envelope]], deadline: float
     ) -> None:
         """Send these messages, answer those that arrive meanwhile, and close when all hosts have disconnected, or at
         ``deadline``."""
 
-        def reply(letter: Envelope) -> None:
-            for one in answer(letter):
+        def reply(envelope: Envelope) -> None:
+            for one in answer(envelope):
                 self.send(one)
 
-        self._is_closing, self._on_letter = True, reply
-        for letter in letters:
-            self.send(letter)
+        self._is_closing, self._on_envelope = True, reply
+        for envelope in envelopes:
+            self.send(envelope)
         while self._server.connections and time.monotonic() < deadline:
             self._loop.run_once(deadline)
         self.close()

@@ -30,9 +30,9 @@ from closeranks.core.system.process_title import set_title
 FORKED = declare_failpoint("restore.forked", "a worker is forked, and has done nothing yet")
 
 
-def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: str) -> NoReturn:
-    """Everything after the fork. ``foreign``: the zygote's own descriptors, which this child must close; ``run``: the
-    run folder, for the process title.
+def run_forked_worker(fds: WorkerFds, zygote: int, zygote_fds: Iterable[int], run: str) -> NoReturn:
+    """Everything after the fork. ``zygote_fds``: the zygote's own descriptors, which this child must close; ``run``:
+    the run folder, for the process title.
 
     Descriptors that the job's modules opened on import stay open: they belong to the job.
     """
@@ -40,7 +40,7 @@ def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: 
     try:
         die_with_parent(zygote)
         failpoint(FORKED)
-        _take_place(fds, foreign)
+        _set_up_process(fds, zygote_fds)
         status = _work(fds, run)
     except BaseException:
         traceback.print_exc()
@@ -52,11 +52,11 @@ def run_forked_worker(fds: WorkerFds, zygote: int, foreign: Iterable[int], run: 
             os._exit(status)
 
 
-def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
+def _set_up_process(fds: WorkerFds, zygote_fds: Iterable[int]) -> None:
     os.setpgid(0, 0)  # its own process group: what the worker starts is killed with it
     os.dup2(fds.output, 1)
     os.dup2(fds.output, 2)
-    for fd in (fds.output, *foreign):
+    for fd in (fds.output, *zygote_fds):
         os.close(fd)
     # The agent handles SIGHUP. Not SIG_IGN, which programs that the worker starts would inherit.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
@@ -65,16 +65,16 @@ def _take_place(fds: WorkerFds, foreign: Iterable[int]) -> None:
 
 
 def _work(fds: WorkerFds, run: str) -> int:
-    word = SharedProgress(fds.progress)
+    progress = SharedProgress(fds.progress)
     os.close(fds.progress)
-    link = WorkerLink(socket.socket(fileno=fds.link), word)
-    _hear_sigterm(link)
+    link = WorkerLink(socket.socket(fileno=fds.link), progress)
+    _handle_sigterm(link)
     set_world(link.world)
     set_title(f"rank {link.world.rank} of {link.world.size}", run, short=f"cr-rank-{link.world.rank}")
     return _run_entry(link)
 
 
-def _hear_sigterm(link: WorkerLink) -> None:
+def _handle_sigterm(link: WorkerLink) -> None:
     """Turn SIGTERM into a drain request: a scheduler that ends a job sends it to every process of the job, and a worker
     that died of it could not save.
 
@@ -85,21 +85,21 @@ def _hear_sigterm(link: WorkerLink) -> None:
     def drain(signum: int, frame: FrameType | None) -> None:
         link.request_drain()
 
-    def hold_back() -> None:
+    def block_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    def let_through() -> None:
+    def unblock_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def be_ordinary() -> None:
+    def reset_in_child() -> None:
         link.close_in_child()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        let_through()
+        unblock_sigterm()
 
     signal.signal(signal.SIGTERM, drain)
-    let_through()  # the zygote blocked it before the fork
-    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=be_ordinary)
+    unblock_sigterm()  # the zygote blocked it before the fork
+    os.register_at_fork(before=block_sigterm, after_in_parent=unblock_sigterm, after_in_child=reset_in_child)
 
 
 def _run_entry(link: WorkerLink) -> int:
@@ -109,8 +109,8 @@ def _run_entry(link: WorkerLink) -> int:
     """
     try:
         status = int(load_object(link.entry, place="entry")(link.payload, link) or 0)
-    except SystemExit as leave:
-        return _leave(leave, link)
+    except SystemExit as system_exit:
+        return _report_exit(system_exit, link)
     except BaseException as error:
         link.report_failure(error)
         return error.exit_code if isinstance(error, CloseranksError) else 1
@@ -119,7 +119,7 @@ def _run_entry(link: WorkerLink) -> int:
     return status
 
 
-def _leave(leave: SystemExit, link: WorkerLink) -> int:
+def _report_exit(system_exit: SystemExit, link: WorkerLink) -> int:
     """An entry that calls ``sys.exit`` counts as failed, whatever the exit status."""
-    link.report_failure(leave)
-    return leave.code if isinstance(leave.code, int) and leave.code else 1
+    link.report_failure(system_exit)
+    return system_exit.code if isinstance(system_exit.code, int) and system_exit.code else 1

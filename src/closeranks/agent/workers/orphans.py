@@ -18,7 +18,7 @@ _SETTLE_S = 1.0
 """For processes that end by themselves because their worker has: they are not reported."""
 _TERM_S = 3.0
 _KILL_S = 5.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _COMMAND_CHARS = 60
 
 
@@ -48,28 +48,28 @@ def end_orphans(known: Collection[int], on_note: Callable[[str], None]) -> None:
     """``known``: children that were there before the run."""
     if not _wait_until_gone(known, _SETTLE_S):
         return
-    left = _left(known)
-    told = ", ".join(f"{pid} ({_command(pid)})" for pid in left)
-    on_note(f"Ending processes that the run's code started and left running: {told}.")
+    left = _orphans(known)
+    listed = ", ".join(f"{pid} ({_command(pid)})" for pid in left)
+    on_note(f"Ending processes that the run's code started and left running: {listed}.")
     _signal(left, signal.SIGTERM)
     if _wait_until_gone(known, _TERM_S):
-        left = _left(known)
+        left = _orphans(known)
         on_note(f"Killing those that did not end: {', '.join(map(str, left))}.")
         _signal(left, signal.SIGKILL)
         _wait_until_gone(known, _KILL_S)
 
 
-def _left(known: Collection[int]) -> list[int]:
+def _orphans(known: Collection[int]) -> list[int]:
     return find_orphans(_processes(), os.getpid(), os.getsid(0), known)
 
 
 def _wait_until_gone(known: Collection[int], seconds: float) -> bool:
     """Wait for the orphans to end; True if some are left afterwards. Without orphans it costs one scan of /proc."""
     until = time.monotonic() + seconds
-    while _left(known):
+    while _orphans(known):
         if time.monotonic() >= until:
             return True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return False
 
 

@@ -29,44 +29,44 @@ class WorkerGroup:
         self,
         plan: LaunchPlan,
         worlds: Sequence[World],
-        nursery: ZygoteClient,
+        zygote_client: ZygoteClient,
         loop: EventLoop,
-        listener: AgentCallbacks,
-        berth: WorkerSetup | None = None,
+        callbacks: AgentCallbacks,
+        setup: WorkerSetup | None = None,
     ) -> None:
-        self._nursery = nursery
+        self._zygote_client = zygote_client
         self._loop = loop
-        self._listener = listener
+        self._callbacks = callbacks
         self._num_oom_kills = num_oom_kills()
-        berth = berth or WorkerSetup(plan.payload, plan.config.host, [], self.announce_store)
-        self.workers = [WorkerProcess(world, plan, loop, listener, berth) for world in worlds]
-        for member in self.workers:
-            nursery.fork(member, member.fds)
+        setup = setup or WorkerSetup(plan.payload, plan.config.host, [], self.announce_store)
+        self.workers = [WorkerProcess(world, plan, loop, callbacks, setup) for world in worlds]
+        for worker in self.workers:
+            zygote_client.fork(worker, worker.fds)
 
     def announce_store(self, address: str) -> None:
-        for member in self.workers:
-            member.send({"type": "store", "address": address})
+        for worker in self.workers:
+            worker.send({"type": "store", "address": address})
 
     def fence(self) -> None:
         """Send SIGKILL to all live workers, and cancel the forks that have not been requested yet."""
-        for member in self.workers:
-            member.fence()
-        self._nursery.cancel()
+        for worker in self.workers:
+            worker.fence()
+        self._zygote_client.cancel()
 
     @property
     def num_left(self) -> int:
-        return sum(not member.is_over for member in self.workers)
+        return sum(not worker.is_over for worker in self.workers)
 
     @property
     def failed_at(self) -> float | None:
-        return min((member.failed_at for member in self.workers if member.failed_at is not None), default=None)
+        return min((worker.failed_at for worker in self.workers if worker.failed_at is not None), default=None)
 
     @property
     def all_reported(self) -> bool:
-        return all(member.has_reported for member in self.workers)
+        return all(worker.has_reported for worker in self.workers)
 
     def worker_reports(self) -> list[WorkerReport]:
-        return [member.report() for member in self.workers]
+        return [worker.report() for worker in self.workers]
 
     @property
     def num_oom_kills(self) -> int:
@@ -79,12 +79,12 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Fence the workers that are left, without callbacks. There are some only when an error propagates."""
         if self.num_left:
-            for member in self.workers:
-                member.listener = _NOBODY
+            for worker in self.workers:
+                worker.listener = _NO_CALLBACKS
             self.fence()
             self._await_ends()
-        for member in self.workers:
-            member.close()
+        for worker in self.workers:
+            worker.close()
 
     def _await_ends(self) -> None:
         deadline = time.monotonic() + _CLOSE_S
@@ -96,4 +96,4 @@ def _ignore(*_: Any) -> None:
     """An error is propagating already; what workers report while they are killed adds nothing."""
 
 
-_NOBODY = AgentCallbacks(on_event=_ignore, on_output=_ignore, on_note=_ignore)
+_NO_CALLBACKS = AgentCallbacks(on_event=_ignore, on_output=_ignore, on_note=_ignore)

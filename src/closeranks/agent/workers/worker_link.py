@@ -1,9 +1,9 @@
 """The worker's end of the link to its agent: rendezvous, progress, requests, events and the final report.
 
 Call sequence in a worker: the agent's ``hello`` is read before the entry runs; rank 0 calls ``listen_socket`` and
-``announce_store``, every rank calls ``store``; then each step ``progress`` and ``poll``, and ``send_event`` when there
-is an event. Invariant: inside a step nothing here waits for the agent, except briefly when its buffer is full; an event
-that still does not fit is dropped, and the number of dropped events is reported.
+``announce_store``, every rank calls ``wait_for_store``; then each step ``progress`` and ``poll``, and ``send_event``
+when there is an event. Invariant: inside a step nothing here waits for the agent, except briefly when its buffer is
+full; an event that still does not fit is dropped, and the number of dropped events is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from closeranks.core.world import World
 
 _OUTBOX_BYTES = 1 << 20
 _EVENT_WAIT_S = 0.2
-_LAST_WORDS_S = 2.0
+_SEND_WAIT_S = 2.0
 _FINISH_WAIT_S = 60.0
 """Long enough for a busy agent: a worker whose last message is lost counts as failed."""
 _CHUNK_BYTES = 1 << 16
@@ -34,15 +34,15 @@ _CHUNK_BYTES = 1 << 16
 class WorkerLink:
     """A worker's end of the link. ``send_event`` may be called from any thread, the rest from the main one."""
 
-    def __init__(self, endpoint: socket.socket, word: SharedProgress) -> None:
+    def __init__(self, endpoint: socket.socket, progress: SharedProgress) -> None:
         self._endpoint = endpoint
-        self._word = word
+        self._progress = progress
         self._lines = LineBuffer()
         self._outbox = bytearray()
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._asked = PendingRequests()
-        self._is_told = self._is_passed_on = False
+        self._requests = PendingRequests()
+        self._got_sigterm = self._has_reported_sigterm = False
         self._store = ""
         self._hello: Message = {}
         self._failed = False
@@ -86,21 +86,20 @@ class WorkerLink:
     # --- each step
 
     def progress(self, step: int, phase: int) -> None:
-        """Write the shared progress: the current step (-1: none yet) and its ``Phase``."""
-        self._word.write(step, phase)
+        """Write the shared progress: the current step (-1: none yet) and its ``WorkerPhase``."""
+        self._progress.write(step, phase)
 
     def micro_batch_done(self, *, counts: bool = True) -> None:
         """One more micro-batch of the step is done; ``counts``: whether ranks that have done more are ahead."""
-        self._word.micro_batch_done(counts=counts)
+        self._progress.micro_batch_done(counts=counts)
 
-    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
-        """This worker's compute time of a micro-batch; ``lane``: its pipeline rank, which tells who has the same
-        work."""
-        self._word.note_compute_time(seconds, lane)
+    def note_compute_time(self, seconds: float, pipeline_rank: int = 0) -> None:
+        """This worker's compute time of a micro-batch; ``pipeline_rank`` tells which workers have the same work."""
+        self._progress.note_compute_time(seconds, pipeline_rank)
 
     def note_snapshot(self, step: int) -> None:
         """A snapshot of this step's state is sealed in memory."""
-        self._word.note_snapshot(step)
+        self._progress.note_snapshot(step)
 
     def poll(self) -> frozenset[RunRequest]:
         """The agent's requests, without waiting; costs about a microsecond when there is nothing new."""
@@ -109,25 +108,26 @@ class WorkerLink:
         except BlockingIOError:
             pass
         else:
-            self._take(data)
+            self._on_data(data)
         if self._outbox:
             with self._lock:
                 self._flush(0.0)
-        asked = self._asked.take()
-        return self._told(asked) if self._is_told else asked
+        requests = self._requests.take()
+        return self._with_sigterm(requests) if self._got_sigterm else requests
 
-    def _told(self, asked: frozenset[RunRequest]) -> frozenset[RunRequest]:
+    def _with_sigterm(self, requests: frozenset[RunRequest]) -> frozenset[RunRequest]:
         """After a SIGTERM to this worker alone: pass it on to the agent if the run recovers from faults, else drain."""
         if not self.snapshot_paths:
-            return asked | {DRAIN}
-        if not self._is_passed_on:
-            self._is_passed_on = True
+            return requests | {DRAIN}
+        if not self._has_reported_sigterm:
+            self._has_reported_sigterm = True
             self._send({"type": "told"})
-        return asked
+        return requests
 
     def request_drain(self) -> None:
         """For a SIGTERM to this worker alone: the next ``poll`` returns the request, and the vote carries it to all."""
-        self._is_told = True  # only a flag: a change to the requests could be overwritten by the code that reads them
+        # Only a flag: a change to the requests could be overwritten by the code that reads them.
+        self._got_sigterm = True
 
     def send_event(self, event: dict[str, Any]) -> None:
         """Send an event to the agent; waits briefly when the buffer is full, then drops the event and counts it."""
@@ -147,11 +147,11 @@ class WorkerLink:
         """Report an exception to the agent, once: the first is the cause."""
         if not self._failed:
             self._failed = True
-            self._send({"type": "failure", "failure": failure_report(error, self._word.read().step).fields()})
+            self._send({"type": "failure", "failure": failure_report(error, self._progress.read().step).fields()})
 
     def finish(self) -> None:
         """The entry has returned; send this and whatever is still queued."""
-        is_drained = DRAIN in self._asked or (self._is_told and not self.snapshot_paths)
+        is_drained = DRAIN in self._requests or (self._got_sigterm and not self.snapshot_paths)
         ended_for = [DRAIN.kind] * is_drained + [REGROUP.kind] * self.has_regrouped
         self._send({"type": "finished", "ended_for": ended_for}, _FINISH_WAIT_S)
 
@@ -161,7 +161,7 @@ class WorkerLink:
 
     # --- the wire
 
-    def _send(self, message: Message, wait_s: float = _LAST_WORDS_S) -> None:
+    def _send(self, message: Message, wait_s: float = _SEND_WAIT_S) -> None:
         with self._lock:
             self._outbox += self._drop_notice() + encode_message(message)
             self._flush(wait_s)
@@ -185,9 +185,9 @@ class WorkerLink:
 
     def _read_blocking(self, timeout_s: float | None) -> None:
         if _wait(self._endpoint, select.POLLIN, timeout_s):
-            self._take(self._endpoint.recv(_CHUNK_BYTES))
+            self._on_data(self._endpoint.recv(_CHUNK_BYTES))
 
-    def _take(self, data: bytes) -> None:
+    def _on_data(self, data: bytes) -> None:
         if not data:  # only a dead agent closes the link; without this a blocking read would spin until the kernel acts
             os._exit(1)
         for message in self._lines.feed(data):
@@ -197,7 +197,7 @@ class WorkerLink:
                 case "store":
                     self._store = message["address"]
                 case "request":
-                    self._asked.add(REQUESTS[message["request"]])
+                    self._requests.add(REQUESTS[message["request"]])
 
 
 def _wait(endpoint: socket.socket, event: int, timeout_s: float | None) -> bool:

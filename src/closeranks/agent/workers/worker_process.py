@@ -44,7 +44,7 @@ class WorkerProcess:
     """One worker of a generation, from before its fork until after its death."""
 
     def __init__(
-        self, world: World, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks, berth: WorkerSetup
+        self, world: World, plan: LaunchPlan, loop: EventLoop, callbacks: AgentCallbacks, setup: WorkerSetup
     ) -> None:
         self.world = world
         self.pid: int | None = None
@@ -56,23 +56,23 @@ class WorkerProcess:
         self._ended_for: tuple[str, ...] = ()
         self.got_sigterm = False
         """Whether it got a SIGTERM of its own, and reported it to the agent."""
-        self.is_fenced = self._is_asked = False
-        self.listener = listener
+        self.is_fenced = self._asked_for_stacks = False
+        self.listener = callbacks
         self._loop = loop
-        self._on_store = berth.on_store
-        self._failure_heard_at: float | None = None
+        self._on_store = setup.on_store
+        self._failure_received_at: float | None = None
         self._is_orphaned = False
         self._pidfd: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = WorkerChannel(ours)
-        progress = create_progress_fd()
-        self._word = SharedProgress(progress)
+        progress_fd = create_progress_fd()
+        self._progress = SharedProgress(progress_fd)
         self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_text, self._on_note)
-        self.fds = WorkerFds(theirs.detach(), progress, self._log.take_writer())
+        self.fds = WorkerFds(theirs.detach(), progress_fd, self._log.take_writer())
         loop.watch(ours, self._on_link)
         loop.watch(self._log.reader, self._on_output)
-        hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(berth.payload)}
-        self.send({**hello, "host": berth.address, "port": plan.config.port, "boxes": berth.snapshot_paths})
+        hello = {"type": "hello", "world": asdict(world), "entry": plan.entry, "payload": dict(setup.payload)}
+        self.send({**hello, "host": setup.address, "port": plan.config.port, "boxes": setup.snapshot_paths})
 
     # --- actions
 
@@ -134,8 +134,8 @@ class WorkerProcess:
 
     @property
     def failed_at(self) -> float | None:
-        if self._failure_heard_at is not None:
-            return self._failure_heard_at
+        if self._failure_received_at is not None:
+            return self._failure_received_at
         if self.died_at is None or (self.is_finished and not self.status):
             return None
         return self.died_at
@@ -147,13 +147,13 @@ class WorkerProcess:
 
     @property
     def progress(self) -> WorkerProgress:
-        return self._word.read()
+        return self._progress.read()
 
     @property
     def alive_at(self) -> float:
         """When it last showed progress. Heavy printing counts: it may be blocked in a write until the agent reads,
         which is no hang."""
-        return max(self._word.read().at, self._log.printing_at)
+        return max(self._progress.read().at, self._log.printing_at)
 
     @property
     def died_silently(self) -> bool:
@@ -163,13 +163,13 @@ class WorkerProcess:
     def ask_children_for_stacks(self) -> None:
         """Make the processes of its data loader print their stacks into its log."""
         if self.pid is not None and not self.is_dead:
-            self._is_asked = True
+            self._asked_for_stacks = True
             ask_children_for_stacks(self.pid)
 
     def ask_for_stacks(self) -> None:
         """Make its threads print their stacks into its log; a worker that is stopped or gone prints nothing."""
         if self._pidfd is not None and not self.is_dead:
-            self._is_asked = True
+            self._asked_for_stacks = True
             ask_for_stacks([self._pidfd])
 
     def finish_output(self) -> None:
@@ -180,7 +180,7 @@ class WorkerProcess:
         return self._log.tail(num_lines)
 
     def report(self) -> WorkerReport:
-        progress = self._word.read()
+        progress = self._progress.read()
         return WorkerReport(
             rank=self.world.rank,
             step=progress.step,
@@ -199,13 +199,13 @@ class WorkerProcess:
     def _on_link(self) -> None:
         self._channel.flush()
         for message in self._channel.receive() or ():
-            self._hear(message)
+            self._on_message(message)
         if self._channel.is_open:
             self._loop.watch_writable(self._channel.endpoint, bool(self._channel.outbox))
         else:
             self._loop.unwatch(self._channel.endpoint)
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "event":
                 self.listener.on_event(self.world.rank, message["event"])
@@ -213,7 +213,7 @@ class WorkerProcess:
                 self._on_store(message["address"])
             case "failure":
                 self.failure = FailureReport(**message["failure"])
-                self._failure_heard_at = time.monotonic()
+                self._failure_received_at = time.monotonic()
                 self._log.add(self.failure.traceback)
             case "finished":
                 self._has_returned = True
@@ -225,9 +225,9 @@ class WorkerProcess:
 
     def _on_text(self, text: str) -> None:
         """Show what it printed, except stacks that it was asked for: those stay in its log."""
-        if self._is_asked:
+        if self._asked_for_stacks:
             text = "\n".join(line for line in text.split("\n") if not is_stack_line(line))
-        if self.world.is_lead and (text or not self._is_asked):
+        if self.world.is_lead and (text or not self._asked_for_stacks):
             self.listener.on_output(self.world.rank, text)
 
     def _on_note(self, text: str) -> None:
@@ -247,7 +247,7 @@ class WorkerProcess:
             self.died_at = time.monotonic()
         while self._channel.is_open and (messages := self._channel.receive()) is not None:
             for message in messages:
-                self._hear(message)
+                self._on_message(message)
         self._log.drain()
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class WorkerProcess:
             self._loop.unwatch(source)
         self._channel.close()
         self._log.close()
-        self._word.close()
+        self._progress.close()
         if self._pidfd is not None:
             self._loop.unwatch(self._pidfd)
             os.close(self._pidfd)

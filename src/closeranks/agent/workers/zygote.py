@@ -5,10 +5,10 @@ sent with descriptors where needed. The agent sends its setup once and is answer
 ``fork`` at any time, for any generation, is answered ``forked`` (with a pidfd) or ``fork_failed``, and the end of each
 child is reported by ``exited``. ``warm`` calls a warm-up function, so that later workers need not each repeat its work;
 it has no answer, and later messages wait until it is done. ``bequeath`` carries another control socket and asks for a
-standby zygote that serves it, an heir; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The heir
-outlives the first zygote, and is sent ``belong`` when the agent has become its parent. Invariant: a zygote has one
-thread, never touches CUDA, and ends with its agent (an heir, until ``belong``, when its control socket closes); a
-worker dies with its zygote.
+standby zygote that serves it; it is answered ``bequeathed`` (with a pidfd) or ``bequest_failed``. The standby outlives
+the first zygote, and is sent ``belong`` when the agent has become its parent. Invariant: a zygote has one thread, never
+touches CUDA, and ends with its agent (a standby, until ``belong``, when its control socket closes); a worker dies with
+its zygote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Zygote:
 
     def __init__(self, control: socket.socket, run: str) -> None:
         self._control, self._run = control, run
-        self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for an heir; pid)
+        self._children: dict[int, tuple[int | None, int]] = {}  # pidfd -> (the agent's key, none for a standby; pid)
         self._selector = selectors.PollSelector()  # unlike epoll it holds no descriptor that a child would inherit
         self._selector.register(control, selectors.EVENT_READ)
 
@@ -54,10 +54,10 @@ class Zygote:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
                     self._reap(key.fd)
-                elif not self._obey():
+                elif not self._handle_request():
                     return
 
-    def _obey(self) -> bool:
+    def _handle_request(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, len(WorkerFds._fields))
         if not data:
             return False
@@ -68,7 +68,7 @@ class Zygote:
             case "warm":
                 warm_up(message["call"], message["payload"])
             case "bequeath":
-                self._leave_heir(fds[0])
+                self._fork_standby(fds[0])
             case "belong":
                 die_with_parent(message["agent"])
         return True
@@ -85,13 +85,13 @@ class Zygote:
         else:
             if pid == 0:
                 run_forked_worker(fds, zygote, (self._control.fileno(), *self._children), self._run)
-            pidfd = self._mind(worker, pid)
+            pidfd = self._watch_child(worker, pid)
             self._answer({"op": "forked", "worker": worker, "pid": pid}, [pidfd])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in fds:
             os.close(fd)
 
-    def _leave_heir(self, control: int) -> None:
+    def _fork_standby(self, control: int) -> None:
         """Fork a standby copy of this process, which has none of its children."""
         try:
             pid = os.fork()
@@ -99,12 +99,12 @@ class Zygote:
             self._answer({"op": "bequest_failed"})
         else:
             if pid == 0:
-                self._serve_apart(control)
-            pidfd = self._mind(None, pid)
+                self._serve_standby(control)
+            pidfd = self._watch_child(None, pid)
             self._answer({"op": "bequeathed", "pid": pid}, [pidfd])
         os.close(control)
 
-    def _serve_apart(self, control: int) -> NoReturn:
+    def _serve_standby(self, control: int) -> NoReturn:
         status = 1
         try:
             os.setsid()
@@ -117,7 +117,7 @@ class Zygote:
         finally:
             os._exit(status)
 
-    def _mind(self, worker: int | None, pid: int) -> int:
+    def _watch_child(self, worker: int | None, pid: int) -> int:
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = (worker, pid)
         self._selector.register(pidfd, selectors.EVENT_READ)
@@ -186,9 +186,9 @@ def import_error(name: str, error: BaseException) -> UserError:
         fix = "Put the script's main code under `if __name__ == '__main__':`."
         return UserError(f"importing '{name}' called sys.exit{where}", fix)
     lines = plain_message(error).splitlines()
-    told = f": {lines[-1]}" if lines else ""
+    detail = f": {lines[-1]}" if lines else ""
     fix = f"Install '{error.name}'." if isinstance(error, ModuleNotFoundError) else ""
-    return UserError(f"importing '{name}' failed{where}: {type(error).__name__}{told}", fix)
+    return UserError(f"importing '{name}' failed{where}: {type(error).__name__}{detail}", fix)
 
 
 def main() -> None:

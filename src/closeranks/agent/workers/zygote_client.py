@@ -1,9 +1,9 @@
 """The agent's client of the zygote: starts it, asks it to fork workers, and replaces it when it is lost.
 
-A zygote that has imported everything and warmed up forks a standby copy of itself, its heir: if the zygote is lost, the
-next workers need not wait for imports. Invariant: the zygote leads its own session, so that Ctrl-C in a terminal
-reaches only the agent; every descendant that loses its parent becomes a child of this process and is reaped; when the
-client is closed, the zygote, its heir and the processes that workers left running are gone.
+A zygote that has imported everything and warmed up forks a standby copy of itself: if the zygote is lost, the next
+workers need not wait for imports. Invariant: the zygote leads its own session, so that Ctrl-C in a terminal reaches
+only the agent; every descendant that loses its parent becomes a child of this process and is reaped; when the client is
+closed, the zygote, its standby and the processes that workers left running are gone.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class ZygoteClient:
     """The agent's side of the zygote. Callers run the event loop; when ``error`` is set, no more workers can be
     forked."""
 
-    def __init__(self, plan: LaunchPlan, loop: EventLoop, listener: AgentCallbacks) -> None:
+    def __init__(self, plan: LaunchPlan, loop: EventLoop, callbacks: AgentCallbacks) -> None:
         self._plan = plan
         self._loop = loop
-        self._listener = listener
+        self._callbacks = callbacks
         self.is_ready = False
         self.was_ready = False
         """Whether a zygote was ever ready to fork, so that a replacement can be expected to work."""
@@ -68,16 +68,16 @@ class ZygoteClient:
         self._waiting: deque[tuple[int, ForkListener, WorkerFds]] = deque()
         self._is_forking = False
         self._awaited_since: float | None = None
-        self._wards: dict[int, ForkListener] = {}
-        self._num_asked = 0
+        self._listeners: dict[int, ForkListener] = {}
+        self._num_requested = 0
         self._is_warm = plan.recovery_settings is None or not plan.recovery_settings.warm_up
-        self._heir: ZygoteProcess | None = None
-        self._bequest: socket.socket | None = None
-        """Our end of the control socket of an heir that was requested."""
-        self._was_adopting = set_child_subreaper(True)
-        self._strangers = children_of(os.getpid())
+        self._standby: ZygoteProcess | None = None
+        self._standby_control: socket.socket | None = None
+        """Our end of the control socket of a standby that was requested."""
+        self._was_subreaper = set_child_subreaper(True)
+        self._earlier_children = children_of(os.getpid())
         """Children that existed before the run: they are not orphans of it."""
-        self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, listener.on_note)
+        self._log = OutputLog(plan.log_folder / plan.zygote_log, lambda line: None, callbacks.on_note)
         loop.watch(self._log.reader, self._read_log)
         self._zygote = self._start()
 
@@ -86,27 +86,27 @@ class ZygoteClient:
         return self._zygote.pid
 
     def reap(self) -> None:
-        """Reap adopted orphans, except the zygote and its heir, which are reaped through their handles."""
-        reap_orphans({self.pid} if self._heir is None else {self.pid, self._heir.pid})
+        """Reap adopted orphans, except the zygote and its standby, which are reaped through their handles."""
+        reap_orphans({self.pid} if self._standby is None else {self.pid, self._standby.pid})
 
     def restart(self) -> None:
-        """Replace a zygote that was lost: by its heir, or by a new one, which has to import everything first."""
-        self._let_go(self._zygote)
+        """Replace a zygote that was lost: by its standby, or by a new one, which has to import everything first."""
+        self._close_zygote(self._zygote)
         self.cancel()
-        self._drop_bequest()
-        self._wards.clear()
+        self._drop_standby_control()
+        self._listeners.clear()
         self._is_forking = False
         self.error = None
-        heir, self._heir = self._heir, None
-        self.is_ready = heir is not None
-        if heir is None:
+        standby, self._standby = self._standby, None
+        self.is_ready = standby is not None
+        if standby is None:
             self._is_warm = self._plan.recovery_settings is None or not self._plan.recovery_settings.warm_up
             self._zygote = self._start()
         else:
-            self._zygote = heir
-            self._loop.unwatch(heir.pidfd)
-            self._watch(heir)
-            _send(heir.control, {"op": "belong", "agent": os.getpid()})
+            self._zygote = standby
+            self._loop.unwatch(standby.pidfd)
+            self._watch(standby)
+            _send(standby.control, {"op": "belong", "agent": os.getpid()})
 
     def _start(self) -> ZygoteProcess:
         zygote = start_zygote(self._log.writer, self._plan.environment)
@@ -117,29 +117,29 @@ class ZygoteClient:
         return zygote
 
     def _watch(self, zygote: ZygoteProcess) -> None:
-        self._loop.watch(zygote.control, self._hear)
-        self._loop.watch(zygote.pidfd, self._lost)
+        self._loop.watch(zygote.control, self._receive)
+        self._loop.watch(zygote.pidfd, self._on_lost)
 
-    def _let_go(self, zygote: ZygoteProcess) -> None:
+    def _close_zygote(self, zygote: ZygoteProcess) -> None:
         self._loop.unwatch(zygote.control)
         self._loop.unwatch(zygote.pidfd)
         zygote.close()
 
-    def fork(self, ward: ForkListener, fds: WorkerFds) -> None:
+    def fork(self, listener: ForkListener, fds: WorkerFds) -> None:
         """Request one worker. Takes ownership of the descriptors and closes them once the zygote has them.
 
         One request is in flight at a time: if both sides filled their socket buffers, they would deadlock.
         """
-        self._num_asked += 1
-        self._waiting.append((self._num_asked, ward, fds))
-        self._ask_next()
+        self._num_requested += 1
+        self._waiting.append((self._num_requested, listener, fds))
+        self._request_next()
 
     def check_alive(self, now: float) -> float | None:
         """Kill a zygote that is stopped or stuck; its loss is then handled like any other.
 
         Returns when to check again.
         """
-        is_awaited = self._is_forking or any(ward.awaits_status for ward in self._wards.values())
+        is_awaited = self._is_forking or any(listener.awaits_status for listener in self._listeners.values())
         if not is_awaited or self.error is not None:
             self._awaited_since = None
             return None
@@ -153,52 +153,52 @@ class ZygoteClient:
     def cancel(self) -> None:
         """Drop the forks that have not been requested yet; the one in flight still happens."""
         while self._waiting:
-            _, ward, fds = self._waiting.popleft()
+            _, listener, fds = self._waiting.popleft()
             _close_all(fds)
-            ward.on_exited(-signal.SIGKILL)
+            listener.on_exited(-signal.SIGKILL)
 
-    def _ask_next(self) -> None:
+    def _request_next(self) -> None:
         if self._is_forking or not self._waiting or self.error is not None:
             return
-        worker, ward, fds = self._waiting.popleft()
-        self._wards[worker] = ward
+        worker, listener, fds = self._waiting.popleft()
+        self._listeners[worker] = listener
         self._is_forking = True
         _send(self._zygote.control, {"op": "fork", "worker": worker}, fds)
         _close_all(fds)
 
     def _prepare(self) -> None:
-        """Warm up the zygote and request an heir, so that later workers start faster, also after the loss of this
+        """Warm up the zygote and request a standby, so that later workers start faster, also after the loss of this
         zygote. Done when the first workers are alive, so that their start is not delayed."""
-        survival = self._plan.recovery_settings
-        if self._is_forking or survival is None:
+        settings = self._plan.recovery_settings
+        if self._is_forking or settings is None:
             return
         if not self._is_warm:
             self._is_warm = True
-            _send(self._zygote.control, {"op": "warm", "call": survival.warm_up, "payload": dict(self._plan.payload)})
-        if self._heir is None and self._bequest is None:
-            self._bequest, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _send(self._zygote.control, {"op": "warm", "call": settings.warm_up, "payload": dict(self._plan.payload)})
+        if self._standby is None and self._standby_control is None:
+            self._standby_control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 _send(self._zygote.control, {"op": "bequeath"}, [theirs.fileno()])
 
-    def _inherit(self, pid: int, pidfd: int) -> None:
-        control, self._bequest = self._bequest, None
+    def _on_standby(self, pid: int, pidfd: int) -> None:
+        control, self._standby_control = self._standby_control, None
         assert control is not None
-        self._heir = ZygoteProcess(pid, pidfd, control)
-        self._loop.watch(pidfd, self._lose_heir)
+        self._standby = ZygoteProcess(pid, pidfd, control)
+        self._loop.watch(pidfd, self._close_standby)
 
-    def _lose_heir(self) -> None:
-        """The heir is lost; the forks of the next generation request another."""
-        heir, self._heir = self._heir, None
-        if heir is not None:
-            self._let_go(heir)
+    def _close_standby(self) -> None:
+        """The standby is lost; the forks of the next generation request another."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            self._close_zygote(standby)
 
-    def _drop_bequest(self) -> None:
-        """An heir that was forked anyway sees its control socket close, and ends."""
-        if self._bequest is not None:
-            self._bequest.close()
-            self._bequest = None
+    def _drop_standby_control(self) -> None:
+        """A standby that was forked anyway sees its control socket close, and ends."""
+        if self._standby_control is not None:
+            self._standby_control.close()
+            self._standby_control = None
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data, fds, _, _ = socket.recv_fds(self._zygote.control, _PACKET_BYTES, 1)
         except ConnectionResetError:
@@ -215,18 +215,18 @@ class ZygoteClient:
                 self.error = decode(message["error"])
             case "forked":
                 self._is_forking = False
-                self._wards[message["worker"]].on_forked(message["pid"], fds[0])
-                self._ask_next()
+                self._listeners[message["worker"]].on_forked(message["pid"], fds[0])
+                self._request_next()
                 self._prepare()
             case "bequeathed":
-                self._inherit(message["pid"], fds[0])
+                self._on_standby(message["pid"], fds[0])
             case "bequest_failed":
-                self._drop_bequest()
+                self._drop_standby_control()
             case "exited":
-                self._wards.pop(message["worker"]).on_exited(message["status"])
+                self._listeners.pop(message["worker"]).on_exited(message["status"])
             case "fork_failed":
                 self._is_forking = False
-                self._wards.pop(message["worker"]).on_exited(-signal.SIGKILL)
+                self._listeners.pop(message["worker"]).on_exited(-signal.SIGKILL)
                 fix = "Start fewer workers, or raise the limit (ulimit -u) or the memory of this host."
                 self.error = SetupError(f"a worker could not be forked ({message['why']})", fix)
 
@@ -235,7 +235,7 @@ class ZygoteClient:
         if not threads:
             return
         told = " and ".join(f"{name} started {count} thread{'s' * (count > 1)}" for name, count in threads.items())
-        self._listener.on_note(
+        self._callbacks.on_note(
             f"Importing {told} in the process that workers are forked from, and workers do not have them. Thread pools"
             " of numeric libraries (OpenBLAS, OpenMP) start again by themselves. For others, import the package, or"
             " start the thread, inside a function."
@@ -249,12 +249,12 @@ class ZygoteClient:
         if not self._log.is_open:
             self._loop.unwatch(self._log.reader)
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         """The zygote has ended unexpectedly. Messages that it sent before are read first."""
         self._loop.unwatch(self._zygote.pidfd)
         status = self._zygote.status()
         while self.error is None and self._zygote.control in self._loop:
-            self._hear()
+            self._receive()
         if self.error is not None:
             return
         self._log.drain()
@@ -262,22 +262,22 @@ class ZygoteClient:
         lines = [f"the zygote, the process that workers are forked from, was lost{doing}: {describe_status(status)}"]
         lines += [f"  | {line}" for line in self._log.tail(_TAIL_LINES)]
         self.error = RunFailed("\n".join(lines))
-        for ward in self._wards.values():
-            ward.on_zygote_lost()
+        for listener in self._listeners.values():
+            listener.on_zygote_lost()
 
     def __enter__(self) -> ZygoteClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._let_go(self._zygote)
-        self._lose_heir()
-        self._drop_bequest()
+        self._close_zygote(self._zygote)
+        self._close_standby()
+        self._drop_standby_control()
         self._loop.unwatch(self._log.reader)
         self.cancel()
         self._log.close()
-        end_orphans(self._strangers, self._listener.on_note)
+        end_orphans(self._earlier_children, self._callbacks.on_note)
         reap_orphans(())
-        set_child_subreaper(self._was_adopting)
+        set_child_subreaper(self._was_subreaper)
 
 
 def _send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:

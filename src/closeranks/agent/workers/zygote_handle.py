@@ -1,7 +1,7 @@
-"""The agent's handle of a zygote process: one that it started, or a standby (heir) that an earlier zygote forked.
+"""The agent's handle of a zygote process: one that it started, or a standby that an earlier zygote forked.
 
-Invariant: once ``end`` returns, the process is gone, and its process id was never signalled after the kernel might have
-reused it.
+Invariant: once ``close`` returns, the process is gone, and its process id was never signalled after the kernel might
+have reused it.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ class _Screen:
             on_event=self._on_event,
             on_output=self._on_output,
             on_note=self._progress.print_line,
-            on_turn=self._standing.chained_with(on_turn),
+            on_tick=self._standing.chained_with(on_turn),
         )
         ending = "failed"
         try:

@@ -11,6 +11,6 @@ def worlds_here(size: int, generation: int) -> list[World]:
     return [World(rank, size, rank, size, launcher="agent", generation=generation) for rank in range(size)]
 
 
-def statuses(crew: WorkerGroup) -> dict[int, int]:
+def statuses(group: WorkerGroup) -> dict[int, int]:
     """Of those that have ended, by rank."""
-    return {fact.rank: fact.status for fact in crew.worker_reports() if fact.status is not None}
+    return {worker.rank: worker.status for worker in group.worker_reports() if worker.status is not None}

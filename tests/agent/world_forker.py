@@ -1,7 +1,8 @@
 """A process that has imported torch and forks small gloo worlds on request, to be hung, stopped and slowed.
 
-``open_nest`` starts it; each line on its stdin is the JSON of an ``Order``, and a line with the ranks' pids comes back.
-The ranks write the progress words that they find under the given paths and their stacks, when asked, into files.
+``open_world_forker`` starts it; each line on its stdin is the JSON of an ``Order``, and a line with the ranks' pids
+comes back. The ranks write the shared progress that they find under the given paths and their stacks, when asked, into
+files.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WORK_S = 0.01
 
 @dataclass(frozen=True)
 class Order:
-    words: list[str]
+    progress_paths: list[str]
     folder: str
     kind: str = "well"
     """How rank 1 ends up: see ``_hang``; ``quota`` sends it into a control group."""
@@ -51,7 +52,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         order = Order(**json.loads(line))
-        pids = [_fork(order, rank) for rank in range(len(order.words))]
+        pids = [_fork(order, rank) for rank in range(len(order.progress_paths))]
         print(json.dumps(pids), flush=True)
 
 
@@ -62,45 +63,45 @@ def _fork(order: Order, rank: int) -> int:
         return pid
     try:
         die_with_parent(parent)
-        _live(order, rank)
+        _run_rank(order, rank)
     finally:
         os._exit(1)
 
 
-def _live(order: Order, rank: int) -> None:
+def _run_rank(order: Order, rank: int) -> None:
     stacks = Path(order.folder, f"stacks-{rank}").open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    word = SharedProgress(os.open(order.words[rank], os.O_RDWR))
-    store = dist.FileStore(str(Path(order.folder, "store")), len(order.words))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(order.words))
+    progress = SharedProgress(os.open(order.progress_paths[rank], os.O_RDWR))
+    store = dist.FileStore(str(Path(order.folder, "store")), len(order.progress_paths))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(order.progress_paths))
     if order.kind == "quota" and rank == 1:
         Path(order.group).write_text(str(os.getpid()))
-    watch = CpuStopwatch(ThreadClock() if order.is_inside else time.perf_counter)
+    stopwatch = CpuStopwatch(ThreadClock() if order.is_inside else time.perf_counter)
     step = 0
     while True:
         step += 1
-        _train(order, rank, step, word, watch)
+        _train(order, rank, step, progress, stopwatch)
 
 
-def _train(order: Order, rank: int, step: int, word: SharedProgress, watch: CpuStopwatch) -> None:
-    word.write(step, WorkerPhase.DATA)
-    word.write(step, WorkerPhase.COMPUTE)
-    watch.start()
+def _train(order: Order, rank: int, step: int, progress: SharedProgress, stopwatch: CpuStopwatch) -> None:
+    progress.write(step, WorkerPhase.DATA)
+    progress.write(step, WorkerPhase.COMPUTE)
+    stopwatch.start()
     _compute(WORK_S if order.kind == "quota" else WORK_S / 10)
     if rank == 1 and step == HUNG_STEP:
         _hang(order.kind)
     if order.is_inside:
         dist.all_reduce(torch.ones(1000))
         _compute(WORK_S if order.kind == "quota" else 0.0)
-    word.micro_batch_done()
-    watch.stop(1)
-    word.write(step, WorkerPhase.REDUCE)
+    progress.micro_batch_done()
+    stopwatch.stop(1)
+    progress.write(step, WorkerPhase.REDUCE)
     dist.all_reduce(torch.ones(1000))
-    word.write(step, WorkerPhase.UPDATE)
-    for seconds in watch.pop_times():
-        word.note_compute_time(seconds)
+    progress.write(step, WorkerPhase.UPDATE)
+    for seconds in stopwatch.pop_times():
+        progress.note_compute_time(seconds)
     if order.kind == "well" and step % 50 == 0:
-        word.write(step, WorkerPhase.EVALUATE)
+        progress.write(step, WorkerPhase.EVALUATE)
         time.sleep(0.3)
 
 
@@ -131,13 +132,13 @@ def _hang(kind: str) -> None:
 
 
 @dataclass
-class Nest:
+class WorldForker:
     """Forks worlds that hang; one import of torch for all of them."""
 
     stdin: IO[str]
     stdout: IO[str]
 
-    def hatch(self, order: Order) -> list[int]:
+    def fork(self, order: Order) -> list[int]:
         """The processes of a new world, by rank."""
         self.stdin.write(json.dumps(asdict(order)) + "\n")
         self.stdin.flush()
@@ -146,13 +147,13 @@ class Nest:
 
 
 @contextmanager
-def open_nest() -> Iterator[Nest]:
-    command = [sys.executable, "-c", "from tests.agent.nest import main; main()"]
+def open_world_forker() -> Iterator[WorldForker]:
+    command = [sys.executable, "-c", "from tests.agent.world_forker import main; main()"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     root, pipe = Path(__file__).parents[2], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=root) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield Nest(process.stdin, process.stdout)
+        yield WorldForker(process.stdin, process.stdout)
         process.kill()  # the kernel ends its children with it

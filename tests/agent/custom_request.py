@@ -8,7 +8,7 @@ from closeranks.agent.remote_agent import RemoteAgent
 from closeranks.agent.transport.token import parse_token
 from closeranks.core.requests import define
 
-WHISTLE = define("whistle")
+CUSTOM = define("custom")
 
 
 if __name__ == "__main__":
