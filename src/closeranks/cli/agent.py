@@ -1,4 +1,4 @@
-"""``closeranks agent``: this host takes part in a job that is led from another."""
+"""``closeranks agent``: joins a job that another host leads, and runs workers on this host."""
 
 from __future__ import annotations
 

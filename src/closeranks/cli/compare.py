@@ -1,4 +1,4 @@
-"""``closeranks compare``: what do I gain, and what do I lose, under another setting?"""
+"""``closeranks compare``: runs one job under several settings, and reports what each gains and loses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``closeranks config``: look at a job without starting it."""
+"""``closeranks config``: checks and prints a job without starting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``closeranks drill``: does this job survive faults, and come out the same?"""
+"""``closeranks drill``: injects faults into a job, and compares it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def drill(
 
 
 def _command(job: Path, changes: tuple[str, ...], num_workers: int, faults: str, count: int, seed: int) -> str:
-    """What to type to do it again."""
+    """The command line that repeats this drill."""
     import shlex
 
     flags = [*(["-n", str(num_workers)] if num_workers else []), *(["--faults", faults] if faults.strip() else [])]

@@ -1,4 +1,4 @@
-"""``closeranks layout``: which layouts a job may have, and what follows from each."""
+"""``closeranks layout``: lists, shows and checks the layouts of a job."""
 
 from __future__ import annotations
 

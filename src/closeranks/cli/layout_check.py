@@ -1,7 +1,7 @@
-"""How is a layout put to the proof from the command line?
+"""Checks from the command line that a layout trains the same model as one process.
 
-Trains a few steps in one process and under the layout, in float64 and float32, and tells how far they are apart. The
-workers are real ones, under the agent; this process imports torch only to compare what they wrote.
+Trains a few steps in one process and under the layout, in float64 and float32, and prints how far they differ. The
+workers are real processes under the agent; this process imports torch only to compare what they wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TOLERANCES: dict[str, dict[str, float]] = {
     "float64": {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9},
-    # Adam divides a tiny gradient by its own size: rounding grows in float32 weights, and says nothing.
+    # Float32 weights are not judged: Adam divides a tiny gradient by its own size, which amplifies rounding.
     "float32": {"loss": 1e-5, "gradient": 1e-5},
 }
 _KINDS = {"loss": "losses", "gradient": "first gradients", "weight": "last weights"}
@@ -36,7 +36,7 @@ _KINDS = {"loss": "losses", "gradient": "first gradients", "weight": "last weigh
 
 @dataclass(frozen=True, slots=True)
 class LayoutCheckResult:
-    """One precision's comparison, and the first thing that should have been equal and was not."""
+    """The comparison in one precision, and the first difference beyond its tolerance, if any."""
 
     precision: str
     comparison: LayoutComparison
@@ -61,7 +61,7 @@ def check_layout(path: Path, words: Sequence[str], precisions: Sequence[str], st
 
 
 def short_job(job: Job, precision: str, steps: int) -> Job:
-    """A few steps of a job, with nothing around them."""
+    """The job cut to a few steps, without evaluations, checkpoints, reports and hooks."""
     tables = {
         "train": {"steps": steps, "epochs": None, "precision": precision, "eval_every": 0, "eval_samples": 1},
         "checkpoint": {"save": False, "resume": ""},

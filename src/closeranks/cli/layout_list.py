@@ -1,6 +1,6 @@
-"""How are layouts listed and shown on a terminal?
+"""Lists and shows layouts on a terminal.
 
-Imports no torch; ``run.describe`` does where a model is the user's own. Invariant: standard output holds the listing
+Imports no torch; ``run.job.describe`` does if the model is the user's own. Invariant: standard output holds the listing
 and nothing else, so that ``--json`` can be piped.
 """
 
@@ -46,7 +46,7 @@ class LayoutQuery:
     """Which layouts to list, and how many of them."""
 
     schedules: tuple[str, ...] = ()
-    """Empty: the job's."""
+    """Empty: the job's schedule."""
     with_hsdp: bool = False
     sort: Literal["bytes", "traffic"] = "bytes"
     fits_gib: float = 0.0
@@ -96,12 +96,15 @@ def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: L
 
 
 def _fewest(job: Job, subject: PlanningJob, costing: LayoutCostModel, wish: LayoutQuery) -> LayoutCost | None:
-    """The least-byte layout of the fewest workers, of ``listing.WORKERS``, on which one fits."""
+    """The layout with the least bytes on the fewest workers on which one fits; None if none fits.
+
+    Tries the numbers of workers in ``layout_text.WORKERS``.
+    """
     limit = wish.fits_gib * _GIB
     state = costing.cost(Layout()).fullest.state
     for num_ranks in layout_text.WORKERS:
         if (state.parameters + state.gradients + state.optimizer) / num_ranks > limit:
-            continue  # not even if all of it were split evenly
+            continue  # would not fit even if all of it were split evenly
         legal = filter_legal(_enumerated(job, num_ranks, wish, Layout()), subject.constraints).legal
         costs = sorted((costing.cost(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
         if costs and costs[0].fullest.total_bytes <= limit:
@@ -119,7 +122,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Job:
 
 
 def _console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for every column."""
+    """As wide as the terminal, or wide enough for every column if there is none."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDE
@@ -167,7 +170,7 @@ def _closing(
     own: Layout,
     wish: LayoutQuery,
 ) -> str:
-    """How many there are and are shown, what would show more, and which is the job's."""
+    """How many layouts there are and are shown, which options show more, and which is the job's."""
     order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
     counted = [f"{len(shown)} of {len(costs)} shown, {order}"]
     if len(fitting) < len(costs):
@@ -190,7 +193,7 @@ def show_layout(
     if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
         raise ConfigError(problems)
     subject = describe_job(job)
-    if problems := check_workers(job, num_ranks, subject.constraints):  # a model of the user's own is known only now
+    if problems := check_workers(job, num_ranks, subject.constraints):  # a user's own model is known only now
         raise ConfigError(problems)
     cost = layout_cost(subject, layout_for(job, num_ranks))
     if picture is not None:
@@ -220,15 +223,20 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _is_override(word: str) -> bool:
-    """``table.key=value`` or ``table="key=value"``. ``data`` is a table and an axis: a number follows the axis."""
+    """Whether a word is ``table.key=value`` or ``table="key=value"``.
+
+    ``data`` is both a table and an axis: it is the axis if a number follows.
+    """
     key, _, value = word.partition("=")
     is_table = key.strip() in Job.model_fields and not value.strip()[:1].isdecimal()
     return "." in key or is_table
 
 
 def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
-    """The job with the layout of a text; without one, as it is. Axes that the text leaves out are 1, but for data,
-    which takes what the others leave of the workers where their number is given."""
+    """The job with the layout that ``text`` describes; unchanged if it is empty.
+
+    Axes that the text leaves out are 1, except that data takes the remaining workers if ``num_workers`` is given.
+    """
     if not text.strip():
         return job
     layout = Layout.parse(text)

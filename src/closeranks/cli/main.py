@@ -1,7 +1,8 @@
-"""What can a person ask closeranks to do? The command line's front door; one file per verb.
+"""The entry point of the command line; each verb has a file of its own.
 
-Invariants: nothing heavy is imported before a verb runs, so that help answers at once; every error a person can fix is
-one sentence on stderr and exit status 2; whether a verb goes on when nobody reads its output is decided here alone.
+Invariants: nothing heavy is imported before a verb runs, so that help appears at once; every error that a user can fix
+is one sentence on stderr and exit status 2; this module alone decides whether a verb continues when nobody reads its
+output.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def front(
 
 
 def _is_interrupted(leave: BaseException) -> bool:
-    """Whether Ctrl-C came where no verb answers it: typer leaves without a word then."""
+    """Whether Ctrl-C arrived where no verb handles it: typer then exits without a message."""
     here: BaseException | None = leave
     while here is not None and not isinstance(here, KeyboardInterrupt):
         here = here.__cause__ or here.__context__
@@ -81,12 +82,14 @@ _WORKING_PAIRS = (
     ("data", "build"),
 )
 _PATIENCE_S = 5.0
-"""How long a terminal or pipe that is there but not read may hold a run up."""
+"""How long a terminal or pipe that is open but not read may block a run."""
 
 
 def ignores_closed_output(words: Sequence[str]) -> bool:
-    """Whether a command does work that counts beyond what it prints. The others, which only tell something, end when
-    nobody listens, as ``ls | head -1`` does."""
+    """Whether a command does work beyond what it prints.
+
+    The others only print something, and end when nobody reads it, as ``ls`` in ``ls | head -1`` does.
+    """
     return bool(words) and (words[0] in _WORKING or tuple(words[:2]) in _WORKING_PAIRS)
 
 
@@ -100,7 +103,7 @@ def main() -> None:
         try:
             _answer()
         finally:
-            sys.stdout.flush()  # here, where it can be answered, rather than while the interpreter ends
+            sys.stdout.flush()  # here, where an error is handled, rather than at interpreter exit
     except BrokenPipeError:
         sys.exit(stdio.READER_GONE)
     except CloseranksError as error:
@@ -112,11 +115,11 @@ def _answer() -> None:
     try:
         app()
     except SystemExit as leave:
-        if isinstance(leave.__context__, BrokenPipeError):  # as click and rich put it; 1 would mean a finding
+        if isinstance(leave.__context__, BrokenPipeError):  # click and rich exit with 1, which would mean a finding
             sys.exit(stdio.READER_GONE)
         if leave.code == Interrupted.exit_code and _is_interrupted(leave):
             typer.echo("closeranks: interrupted", err=True)
-        was_told = isinstance(leave.__context__, CloseranksError)  # by a rank of torchrun or srun
+        was_told = isinstance(leave.__context__, CloseranksError)  # printed by a rank under torchrun or srun
         if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)
         raise

@@ -1,6 +1,6 @@
-"""May a picture be drawn where a person wants it?
+"""Checks that a picture can be written to the path that the user named.
 
-Invariant: a place that cannot take it is one sentence, told before anything is computed where that can be known.
+Invariant: a path that cannot be written is reported in one sentence, if possible before anything is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from closeranks.core.errors import SetupError
 
 
 def check_picture(picture: Path | None) -> None:
-    """Before anything is read: counting may take an hour."""
+    """Called before anything is read, since counting may take an hour."""
     if picture is None:
         return
     if not picture.parent.is_dir():

@@ -1,4 +1,4 @@
-"""``closeranks report``: draw a run's picture and write its page again."""
+"""``closeranks report``: redraws a run's curves and rewrites its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``closeranks run``: start a user's own script on several workers."""
+"""``closeranks run``: runs a user's own script on several workers."""
 
 from __future__ import annotations
 

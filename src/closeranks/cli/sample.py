@@ -1,4 +1,4 @@
-"""``closeranks sample``: let a trained model speak."""
+"""``closeranks sample``: generates text with a trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(
 
     drawn = draw(run, prompt, num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     typer.echo(prompt, nl=False)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a byte is drawn at a time, and may fit no other
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # each token is a byte, and may not be valid UTF-8 yet
     for piece in drawn:
         typer.echo(printable(decoder.decode(piece)), nl=False)
     typer.echo(printable(decoder.decode(b"", final=True)))

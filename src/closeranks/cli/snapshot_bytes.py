@@ -1,7 +1,7 @@
-"""Host memory that copies of the state take under a layout, in words.
+"""Computes the host memory that snapshots of the state take under a layout.
 
-The same two rules as in a run: each rank keeps two copies of what it holds (``facts.memory.copies_bytes``), and of what
-nobody else holds a peer keeps two as well (``elastic.images.partners``).
+Applies the two rules of a run: each rank keeps two copies of what it holds (``facts.memory.state_bytes``), and a peer
+keeps two more of what no other rank holds (``elastic.backup_ranks``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from closeranks.plan.layouts import LayoutCost
 from closeranks.run.job.job import Job
 
 USUAL_HOST = 8
-"""Workers of a host, where nobody says how many there are."""
+"""Workers per host, if their number is not given."""
 _MOST_PAIRED = 1024
-"""Ranks for which it is worked out who keeps whose copy; with more, each is taken to keep one."""
+"""Maximum ranks for which backup ranks are computed; with more, each is assumed to keep a copy for a peer."""
 
 
 def workers_of_host(num_ranks: int, per_host: int) -> int:
@@ -28,7 +28,7 @@ def host_sizes(num_ranks: int, per_host: int) -> list[int]:
 
 
 def snapshot_bytes_per_rank(job: Job, cost: LayoutCost, per_host: int) -> list[int]:
-    """Of each rank, the bytes of all its copies."""
+    """The bytes of all copies that each rank keeps."""
     mesh, num_ranks = Mesh(cost.layout), cost.layout.num_ranks
     held = [rank.state.parameters + rank.state.optimizer for rank in cost.ranks]
     own = [held[mesh.coordinate(rank).pipeline] for rank in range(num_ranks)]

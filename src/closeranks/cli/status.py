@@ -1,4 +1,4 @@
-"""``closeranks status``: who is here, and how far are they?"""
+"""``closeranks status``: shows the workers, hosts, step and last events of a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _look(folder: Path) -> tuple[RunStatus, StatusFreshness]:
 
 
 def _unwatched(folder: Path) -> RunStatus:
-    """A run that no agent of ours watches, as far as its metrics tell."""
+    """The status of a run that has no agent, as far as its metrics tell."""
     from closeranks.telemetry.live.status import UNWATCHED, RunStatus
     from closeranks.telemetry.run_log.run_folder import RunFolder
     from closeranks.telemetry.run_log.run_history import load_history
@@ -103,7 +103,7 @@ def _shown(found: RunStatus, heard: StatusFreshness, as_json: bool) -> str:
 
 
 def _watch(folder: Path, as_json: bool) -> None:
-    """Until the run has ended or nobody can say any more; Ctrl-C is how a person leaves, and no mistake."""
+    """Refresh until the run has ended or its status cannot be known any more; Ctrl-C is a normal exit, not an error."""
     from rich.console import Console
 
     console = Console()
@@ -117,7 +117,7 @@ def _watch(folder: Path, as_json: bool) -> None:
 
 
 def _looks(folder: Path) -> Iterator[tuple[RunStatus, StatusFreshness]]:
-    """Look after look, up to the one after which there is nothing more to see."""
+    """The status again and again, up to the one after which it cannot change any more."""
     from closeranks.telemetry.live.status import StatusFreshness
 
     while True:
@@ -138,7 +138,7 @@ def _draw_over(folder: Path, console: Console) -> None:
 
 
 def _print_changes(folder: Path, as_json: bool) -> None:
-    """One line for each change: a file or a pipe cannot be drawn over."""
+    """Print a line for each change, since a file or a pipe cannot be redrawn."""
     from closeranks.telemetry.live.status_text import one_line
 
     last = ""

@@ -1,4 +1,4 @@
-"""Prints text that may hold names and values from files of somebody else.
+"""Prints text that may contain names and values from untrusted files.
 
 Invariant: no byte of such text reaches the terminal as a control sequence (``core.printable``).
 """
@@ -11,5 +11,5 @@ from closeranks.core.printable import printable
 
 
 def safe_echo(text: object, *, err: bool = False) -> None:
-    """``typer.echo``, made safe."""
+    """``typer.echo`` with control characters escaped."""
     typer.echo(printable(str(text)), err=err)

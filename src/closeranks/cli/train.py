@@ -1,4 +1,4 @@
-"""``closeranks train``: train a job."""
+"""``closeranks train``: trains a job."""
 
 from __future__ import annotations
 

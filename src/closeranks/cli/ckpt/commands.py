@@ -1,4 +1,4 @@
-"""``closeranks ckpt``: look at checkpoints, prove them, carry them elsewhere; one file per verb."""
+"""``closeranks ckpt``: lists, verifies, compares, converts and prunes checkpoints; one file per verb."""
 
 from __future__ import annotations
 

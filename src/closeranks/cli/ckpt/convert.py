@@ -1,4 +1,4 @@
-"""``closeranks ckpt convert``: the same weights in another program's format, or in ours."""
+"""``closeranks ckpt convert``: writes weights in another program's format, or in ours."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def convert(
 
 
 def _ending(suffix: str, to: Format) -> tuple[str, ...]:
-    """``checkpoint.weights`` and this command know a file by it."""
+    """A note if OUT has a suffix by which ``checkpoint.weights`` and this command do not recognize its format."""
     known = {"torch": (".pt", ".pth", ".bin"), "safetensors": (".safetensors",)}.get(to, (suffix,))
     return () if suffix in known else (f"Call it {' or '.join(f'NAME{end}' for end in known)}, to read it here again.",)
 
 
 @contextmanager
 def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Who says how many bytes there are, and who counts them: a bar on a terminal, nothing elsewhere."""
+    """Callbacks that set the total and add to the bytes done: a progress bar on a terminal, nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""``closeranks ckpt diff``: in which tensors do two checkpoints differ."""
+"""``closeranks ckpt diff``: lists the tensors in which two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def diff(
 def _measure(
     one: FoundCheckpoint, other: FoundCheckpoint, rows: list[TensorDifference]
 ) -> dict[tuple[str, str], LargestDifference]:
-    """By how much those differ that can be compared at all."""
+    """The largest difference of each tensor that differs and can be compared."""
     from closeranks.checkpoint.load.resharding_reader import CheckpointReader
     from closeranks.checkpoint.load.value_diff import largest_difference
 
@@ -103,7 +103,7 @@ def _print(
             (f"{row.section}/{row.key}", row.verdict, *_sides(row), *_numbers(row, apart)[: len(numbers)])
             for row in rows
         ]
-        # Two digests tell nothing that "differs" does not; shapes and types do.
+        # Two digests add nothing to the verdict "differs"; shapes and dtypes do.
         is_told = all(row.verdict in ("differs", "equal") for row in rows)
         spare = ("B", "A") if is_told else ()
         print_table(("tensor", "verdict", "A", "B", *numbers), cells, right=numbers, spare=spare)
@@ -118,7 +118,7 @@ def _numbers(row: TensorDifference, apart: dict[tuple[str, str], LargestDifferen
 
 
 def _sides(row: TensorDifference) -> tuple[str, str]:
-    """What is told of each side: what they differ in."""
+    """The digests of both sides, or their shapes and dtypes if they differ in those."""
     from closeranks.telemetry.terminal_table import shape_text
 
     def side(one: Any) -> str:
@@ -138,7 +138,7 @@ def _row(row: TensorDifference, largest: LargestDifference | None) -> dict[str, 
         if told[side] is not None:
             told[side]["digest"] = f"{told[side]['digest']:016x}"
     if largest is not None:
-        # JSON has no infinity: a NaN on one side only.
+        # A NaN on one side only gives infinity, which JSON does not have.
         shown = {name: value if value != float("inf") else "inf" for name, value in asdict(largest).items()}
         told["largest"] = shown
     return told

@@ -1,4 +1,4 @@
-"""``closeranks ckpt export-hf``: give a trained Llama to everything that reads Hugging Face's folders."""
+"""``closeranks ckpt export-hf``: writes a trained Llama as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fit in memory. The folder appears when it is complete.
 
 
 class ExportDtype(StrEnum):
-    """What weights may be written in."""
+    """The dtypes that weights can be written in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

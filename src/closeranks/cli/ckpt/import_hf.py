@@ -1,4 +1,4 @@
-"""``closeranks ckpt import-hf``: start from weights that somebody published."""
+"""``closeranks ckpt import-hf``: creates a checkpoint and a job from Hugging Face weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``closeranks ckpt ls``: which checkpoints are there."""
+"""``closeranks ckpt ls``: lists the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ls(
 
 
 def _about_parts(found: Sequence[FoundCheckpoint]) -> list[str]:
-    """What the number behind a step means, where there is one."""
+    """What the number after the step in a name means, if any name has one."""
     later = next((one for one in found if one.attempt > 1), None)
     if later is None:
         return []

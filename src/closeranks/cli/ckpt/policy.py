@@ -1,7 +1,7 @@
-"""``closeranks ckpt policy``: how often to save, and what it costs.
+"""``closeranks ckpt policy``: computes how often to save, and what it costs.
 
-Imports no torch. Invariant: standard output holds the policy and nothing else, so that ``--json`` can be piped; what
-was given on the command line stands, what a run measured comes next, and the rest are the defaults the help names.
+Imports no torch. Invariant: standard output holds the policy and nothing else, so that ``--json`` can be piped; values
+come from the command line first, then from what a run measured, then from the defaults that the help names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ picture shows the same. Without options: a job of 24 hours on preemptible machin
 """
 
 _SPARE = ("cost", "kept", "written", "saves", "store in use", "redo per failure", "needed every")
-"""Columns that a narrow terminal does without, in this order."""
+"""Columns that a narrow terminal leaves out, in this order."""
 _BANDWIDTH, _REMOTE_BANDWIDTH = "1.5GB/s", "0.5GB/s"
 
 
@@ -89,7 +89,7 @@ def policy(
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """Words of the command line; empty where nothing was said."""
+    """Options as they were typed; empty if not given."""
 
     mtbf: str
     ranks: int
@@ -105,13 +105,13 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSaves:
-    """What a run tells of its saves; zeros where nothing was measured."""
+    """What a run measured about its saves; 0 where nothing was measured."""
 
     num_saves: int = 0
     stall_s: float = 0.0
     durable_s: float = 0.0
     transfer_s: float = 0.0
-    """From the first place to the second."""
+    """From the first storage tier to the second."""
     state_bytes: float = 0.0
     step_s: float = 0.0
     num_ranks: int = 0
@@ -179,7 +179,7 @@ def _situation(base: CheckpointScenario, given: PolicyOptions, measured: Measure
 
 
 def _mtbf_s(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> float:
-    """As given; else the fleet's and what the run lived through; else that of preemptible machines."""
+    """As given; else estimated from the number of ranks and the run's faults; else that of preemptible machines."""
     from closeranks.facts.checkpoint_policy.save_interval import learned_mtbf_s, prior_mtbf_s
 
     if given.mtbf:
@@ -229,7 +229,7 @@ def _print_json(found: CheckpointPolicy) -> None:
     from closeranks.plan.policy import checkpoint_table
 
     def plain(value: Any) -> Any:
-        """JSON knows no infinity: what never comes is null."""
+        """JSON has no infinity: it becomes null."""
         if isinstance(value, dict):
             return {key: plain(part) for key, part in value.items()}
         if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""``closeranks ckpt prune``: let old checkpoints go, without taking anything along that is still needed."""
+"""``closeranks ckpt prune``: removes old checkpoints, but no file that is still needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prune(
 
 @dataclass(frozen=True, slots=True)
 class PrunedFolder:
-    """What goes of one folder."""
+    """What is removed from one folder."""
 
     name: str
     why: str
@@ -76,7 +76,7 @@ def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
 
 
 def _root(run: str) -> Storage:
-    """Where the run's checkpoints lie; refuses one checkpoint, since all of them would be meant."""
+    """The storage of the run's checkpoints; refuses the path of one checkpoint, since all of them are pruned."""
     from closeranks.checkpoint.format.manifest import parse_folder
     from closeranks.core.errors import CheckpointError
     from closeranks.run.state.checkpoint_lookup import require_checkpoints
@@ -89,7 +89,7 @@ def _root(run: str) -> Storage:
 
 
 def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[PrunedFolder]:
-    """By folder; one whose data others need frees little more than its manifest."""
+    """What is removed, by folder; one whose data others need frees little more than its manifest."""
     from closeranks.checkpoint.format.manifest import MANIFEST
 
     found: list[PrunedFolder] = []

@@ -1,4 +1,4 @@
-"""``closeranks ckpt show``: what does a checkpoint hold."""
+"""``closeranks ckpt show``: shows what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show(
         return
     console = stdout()
     kind = "full" if manifest.is_full else f"refers to {len(manifest.referenced_files())} files of earlier checkpoints"
-    ranks = f"{manifest.num_ranks} {'rank' if manifest.num_ranks == 1 else 'ranks'}"  # of a save by torch DCP
+    ranks = f"{manifest.num_ranks} {'rank' if manifest.num_ranks == 1 else 'ranks'}"  # torch DCP may save no layout
     what = f"step {manifest.step}, {size(manifest.num_bytes)}, {kind}, saved by {manifest.layout or ranks}"
     console.print(f"{found.path}: {what}", soft_wrap=True)
     if not patterns:

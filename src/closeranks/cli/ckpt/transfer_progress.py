@@ -1,6 +1,6 @@
-"""How does a person see that weights are on their way?
+"""Shows the progress and the result of importing or exporting weights.
 
-A bar on stderr where that is a terminal, nothing where it is a file or a pipe. Imports no torch.
+Draws a bar if stderr is a terminal, and nothing if it is a file or a pipe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNITS["TIB"] = 2**40
 
 
 class TransferBar:
-    """One bar for each pass over the bytes (``checkpoint.weights.shards.Watcher``)."""
+    """One bar for each pass over the bytes (a ``checkpoint.weights.hf_shards.ProgressListener``)."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -46,7 +46,7 @@ def transfer_bar() -> Iterator[TransferBar]:
 
 
 def bytes_of(text: str) -> float:
-    """``5GB``, ``500MB``, ``2GiB`` in bytes; without the i in units of ten, as Hugging Face's own tools take them."""
+    """``5GB``, ``500MB`` or ``2GiB`` in bytes; units without an i are decimal, as in Hugging Face's own tools."""
     letters = text.strip().lstrip("0123456789.")
     unit = letters.strip().upper()
     if unit not in _UNITS:
@@ -65,7 +65,7 @@ def parse_size(text: str) -> int:
 
 
 def local_path(text: str) -> Path:
-    """Where to write: ``Path`` would make a folder ``s3:`` of a URL."""
+    """Where to write; refuses a URL, which ``Path`` would turn into a folder named ``s3:``."""
     if "://" in text and not text.startswith("file://"):
         raise UserError(f"{text} is not a local path", "Write to a local folder, and copy it from there.")
     return Path(text.removeprefix("file://"))
@@ -80,7 +80,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def print_result(moved: HubConversion, last: str) -> None:
-    """What came of it: the notes, the place, and what to do with it."""
+    """Print the notes, where the result is, and what to do with it."""
     for note in moved.notes:
         safe_echo(f"note: {note}", err=True)
     files = f" in {len(moved.files)} files" if len(moved.files) > 1 else ""

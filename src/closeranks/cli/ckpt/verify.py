@@ -1,4 +1,4 @@
-"""``closeranks ckpt verify``: is every byte what it was when it was saved."""
+"""``closeranks ckpt verify``: checks that every byte is what it was when it was saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ verify.
 """
 
 _LISTED = 10
-"""Lines about one file: a lost one has thousands of tensors."""
+"""Maximum lines about one file: a missing file may affect thousands of tensors."""
 
 
 def register(app: typer.Typer) -> None:
@@ -71,7 +71,7 @@ def verify(
 
 
 def _lines(findings: Sequence[VerifyFinding]) -> Iterator[str]:
-    """One line for each fault: tensors that share one, as those of a lost file do, are counted."""
+    """One line for each fault; tensors with the same fault, such as those of a missing file, are only counted."""
     from dataclasses import replace
 
     files: dict[tuple[str, str], dict[tuple[str, bool], list[VerifyFinding]]] = {}

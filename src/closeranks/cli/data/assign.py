@@ -1,4 +1,4 @@
-"""``closeranks data assign``: who reads what at a step."""
+"""``closeranks data assign``: shows which rank reads which samples at a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ so a step has the same samples for any number of workers and after any resume. S
 that hold parts of one model (tensor, pipeline) read the same samples and are one data rank.
 """
 _LISTED = 12
-"""Samples in a cell of the table."""
+"""Maximum samples in a cell of the table."""
 
 
 def register(app: typer.Typer) -> None:

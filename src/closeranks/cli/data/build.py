@@ -1,4 +1,4 @@
-"""``closeranks data build``: raw text and records into shards."""
+"""``closeranks data build``: turns raw text and records into shards."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _count(number: int, noun: str) -> str:
 
 @contextmanager
 def _reporter() -> Iterator[BuildReporter]:
-    """Remarks go to stderr, and so does a bar, on a terminal."""
+    """Writes remarks to stderr, and a progress bar if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

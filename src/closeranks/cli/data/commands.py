@@ -1,4 +1,4 @@
-"""``closeranks data``: make data ready for training, prove it, look at it; one file per verb."""
+"""``closeranks data``: prepares, verifies and inspects training data; one file per verb."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Is every byte of a data set what it should be, as far as its format can tell?
+"""Checks every byte of a data set, as far as its format allows.
 
-Invariant: everything is read; a finding names the file, the offset and what of the data it hits.
+Invariant: everything is read; a finding names the file, the offset and the affected samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CARRIED = {
     "numpy": "NumPy has no checksums",
     "tfrecord": "every record compared with its checksums",
 }
-"""What a format lets reading find out."""
+"""What reading can check, by format."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -46,15 +46,15 @@ class DatasetFinding:
     reason: str
     first: int
     last: int
-    """Samples hit: ``[first, last)``."""
+    """Affected samples: ``[first, last)``."""
     text: str
-    """All of it, in a line."""
+    """The whole finding in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetCheck:
     what: str
-    """What was looked at."""
+    """What was checked."""
     how: str
     """What it was compared with."""
     findings: tuple[DatasetFinding, ...]
@@ -69,7 +69,7 @@ def check_dataset(path: str, format: str, on_progress: OnProgress) -> DatasetChe
     opened = open_path(path, format)
     what = f"{opened.num_samples:,} {opened.noun}"
     store = opened.tokens if opened.tokens is not None else opened.records
-    if damaged := tuple(_bad_indexes(store)):  # what is found by a damaged index says nothing of the data
+    if damaged := tuple(_bad_indexes(store)):  # reading through a damaged index says nothing about the data
         return DatasetCheck(what, "its index against its checksums", damaged)
     if opened.tokens is not None:
         return DatasetCheck(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
@@ -82,7 +82,7 @@ def check_dataset(path: str, format: str, on_progress: OnProgress) -> DatasetChe
 
 
 def _bad_indexes(store: object) -> Iterator[DatasetFinding]:
-    """Opening checks a part of a large index; this, all of it."""
+    """Checks each index in full; opening checks only a part of a large one."""
     for index in store.indexes if isinstance(store, IndexedStore) else ():
         try:
             index.check()
@@ -101,7 +101,7 @@ def _shards_in_words(path: str) -> str:
 
 
 class _Looked:
-    """Records that are read one after the other, with the images in them."""
+    """Reads records one after the other, and checks the images in them."""
 
     def __init__(self, store: Records) -> None:
         self._store = store

@@ -1,7 +1,7 @@
-"""How is one value of a sample told, or written to a file?
+"""Describes one value of a sample as text, or writes it to a file.
 
 Values come from records (bytes, text, numbers, JSON) and from batches (arrays). Invariant: nothing is ever unpickled,
-and what cannot be told in words is told by its size.
+and a value that cannot be shown as text is described by its size.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class FieldFile:
 
 
 def is_tokens(name: str, value: Any) -> bool:
-    """A row of ids: unsigned or whole numbers in one dim, which are not what tells documents apart."""
+    """Whether a value is a row of token ids: integers in one dim, but not the ``documents`` of a packed row."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "ui" and name != "documents"
 
 
 def describe_field(value: Any, length: int) -> str:
-    """In a line. ``length``: how much of it may be spelled out."""
+    """A value in one line; ``length``: about how many characters of it are spelled out."""
     if isinstance(value, bytes):
         return _describe_bytes(value, length)
     if isinstance(value, np.ndarray):
@@ -63,7 +63,7 @@ def _image_kind(value: bytes) -> str:
 
 
 def _image_size(value: bytes) -> str:
-    """From its head alone; empty where it cannot be told."""
+    """Read from the header alone; empty if it cannot be read."""
     try:
         from PIL import Image
 
@@ -88,7 +88,7 @@ def _describe_array(value: np.ndarray, length: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: bytes by their size, arrays as lists where they are short."""
+    """A value for JSON: bytes as their size, short arrays as lists."""
     if isinstance(value, bytes):
         return {"bytes": len(value)}
     if isinstance(value, np.ndarray):
@@ -120,7 +120,7 @@ def _file_of_array(stem: str, value: np.ndarray) -> FieldFile:
         try:
             from PIL import Image
         except ImportError:
-            pass  # an array file says the same
+            pass  # an array file holds the same
         else:
             Image.fromarray(value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value).save(data, "PNG")
             return FieldFile(f"{stem}.png", data.getvalue())

@@ -1,6 +1,6 @@
-"""Which job does a person mean, and what does its run read in which order?
+"""Opens the data of the job that the user named: what its run reads, and in which order.
 
-Imports torch, by way of the sources. Invariant: source, order and schedule are those that ``train`` would have.
+Imports torch through the sources. Invariant: source, order and schedule are those that ``train`` would use.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class MixtureDraw:
 
     part: str
     sample: int
-    """Its number in the part."""
+    """Its index in the part."""
     epoch: int
-    """Of the part: each goes through its own at its own pace."""
+    """Of the part: each part counts epochs of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class JobData:
 
 @dataclass(frozen=True, slots=True)
 class DataArguments:
-    """What was named on the command line: a place, and values to change."""
+    """Arguments of the command line: a job or a data set, and values to change."""
 
     place: str
     overrides: tuple[str, ...]
@@ -64,7 +64,7 @@ class DataArguments:
 
 
 def parse_arguments(words: Sequence[str], folder: Path) -> DataArguments:
-    """A place comes first, if there is one; else it is the folder's ``job.toml``."""
+    """The job or data set comes first, if one is given; else it is the folder's ``job.toml``."""
     if words and not words[0].startswith(UNSET_MARK) and ("=" not in words[0] or Path(words[0]).exists()):
         return DataArguments(words[0], tuple(words[1:]))
     if not (folder / DEFAULT).is_file():
@@ -84,7 +84,7 @@ def open_job_data(words: DataArguments) -> JobData:
 
 
 def draw_at(reading: JobData, position: int) -> MixtureDraw | None:
-    """None where the data is no mixture."""
+    """None if the data is not a mixture."""
     config, order = reading.job.data, reading.order
     if not isinstance(config, MixtureConfig) or not isinstance(order, MixtureOrder):
         return None

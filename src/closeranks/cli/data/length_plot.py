@@ -1,7 +1,7 @@
-"""What do the lengths of a data set look like? One picture, a panel for each data set.
+"""Plots the lengths of data sets: one picture, with a panel for each data set.
 
-A bar per doubling of the length, with median and p95 marked. Invariant: matplotlib is imported when a picture is drawn
-and not before.
+A bar per doubling of the length, with median and p95 marked. Invariant: matplotlib is imported only when a picture is
+drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from closeranks.cli.data.stats_text import NamedStats
 _INK, _QUIET, _GRID, _BAR, _MARK = "#1f2933", "#7b8794", "#dfe4ea", "#2b6cb0", "#c2601a"
 _DPI = 130
 _LABELS = 20
-"""Bars that have room for a label each."""
+"""Maximum bars that have room for a label each."""
 
 
 def draw_lengths(found: Sequence[NamedStats], path: Path) -> None:
@@ -59,7 +59,7 @@ def _draw_one(axes: Any, found: NamedStats) -> None:
 
 
 def _place(length: float, firsts: Sequence[int]) -> float:
-    """Where a length stands on an axis with a bar per doubling."""
+    """The position of a length on an axis with a bar per doubling."""
     number = max(index for index, first in enumerate(firsts) if first <= length)
     first = firsts[number]
     return number - 0.46 + 0.92 * (length - first) / max(first, 1) if first > 1 else float(number)

@@ -1,7 +1,7 @@
-"""What does each data rank read at a step, and how do two numbers of workers differ in it?
+"""Computes what each data rank reads at a step, and compares it for two numbers of workers.
 
-Invariant: nothing is decided here: the schedule says who takes which positions, the order which samples stand there,
-the source where those lie.
+Invariant: nothing is decided here: the schedule assigns positions to ranks, the order gives the samples at those
+positions, and the source their files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from closeranks.data.source import LoaderSource
 from closeranks.run.job.job import check_workers, layout_for
 
 _LOOKED_UP = 4096
-"""Samples of a rank whose files are looked up."""
+"""Maximum samples of a rank whose files are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RankSamples:
     micro_batches: tuple[MicroBatch, ...]
     samples: tuple[int, ...]
     files: tuple[str, ...]
-    """In the order first needed; empty where the source has none."""
+    """In the order of first use; empty if the source has none."""
 
 
 def samples_per_rank(reading: JobData, step: int, num_workers: int) -> list[RankSamples]:
@@ -45,12 +45,12 @@ def _share(reading: JobData, step: int, rank: int, size: int) -> RankSamples:
 
 
 def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
-    """A place names its files in quotes."""
+    """The files of samples, which ``source.where`` names in quotes."""
     return list(dict.fromkeys(name for index in samples for name in re.findall(r"'([^']+)'", source.where(index))))
 
 
 def compare_assignments(one: Sequence[RankSamples], other: Sequence[RankSamples]) -> str:
-    """In a sentence."""
+    """How two assignments differ, in a sentence."""
     ranks, others = _readers(one), _readers(other)
     if ranks.keys() != others.keys():
         gone = sorted(set(ranks) ^ set(others))

@@ -1,6 +1,6 @@
-"""What does a sample look like to a person?
+"""Formats a sample as text.
 
-Invariant: a sample is read through the source, order and store that a run uses; here it is only put into words.
+Invariant: a sample is read through the source, order and store that a run uses; this module only formats it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """A sample with what is known of it: ``facts`` in the order they are told."""
+    """A sample and what is known about it: ``facts`` in the order in which they are printed."""
 
     title: str
     facts: Mapping[str, Any]
@@ -43,7 +43,7 @@ class SampleText:
         }
 
     def texts(self, decode: Decode | None) -> Iterator[tuple[str, str]]:
-        """Fields of tokens as text, where that can be told."""
+        """Fields of tokens as text, if they can be decoded."""
         decode = decode or (bytes_as_text if self.vocab_size == _BYTES else None)
         for name, value in self.fields.items():
             if decode is not None and is_tokens(name, value):
@@ -127,7 +127,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def save_fields(shown: SampleText, folder: Path, decode: Decode | None) -> list[Path]:
-    """Each field as the file a person would expect: images as they are or as PNG, text as text, arrays as NumPy."""
+    """Write each field to a file: images as they are or as PNG, text as text, arrays as NumPy files."""
     texts = dict(shown.texts(decode))
     written = []
     try:

@@ -1,4 +1,4 @@
-"""``closeranks data show``: the n-th sample of a run, or of a data set."""
+"""``closeranks data show``: shows the n-th sample of a run, or of a data set."""
 
 from __future__ import annotations
 

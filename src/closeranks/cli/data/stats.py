@@ -1,4 +1,4 @@
-"""``closeranks data stats``: how much there is, how long, how often the same."""
+"""``closeranks data stats``: counts documents or records, tokens, lengths and duplicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data sets does a person want counted, and what are the figures called?
+"""Collects the statistics of the data sets that the user named, and formats them as text.
 
 Invariant: a figure that was not measured is not printed.
 """
@@ -28,7 +28,7 @@ class NamedStats:
     name: str
     survey: DatasetStats
     text_bytes: int
-    """What the documents' texts were before they became tokens; 0 where nobody wrote it down."""
+    """Size of the documents' text before tokenization; 0 if it was not recorded."""
 
     @property
     def noun(self) -> str:

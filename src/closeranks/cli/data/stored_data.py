@@ -1,4 +1,4 @@
-"""Which stored data does a person mean by a path, or a job by its table?
+"""Opens the stored data of a path, or of a job's data table.
 
 Imports no torch. Invariant: what is opened is what training would read, by the same detection of formats.
 """
@@ -32,9 +32,9 @@ class StoredData:
     tokens: Tokens | None = None
     records: Records | None = None
     text_bytes: int = 0
-    """What its texts were before they became tokens; 0 where nobody wrote it down."""
+    """Size of its text before tokenization; 0 if it was not recorded."""
     seq_len: int = 0
-    """What a job asks for; 0 where there is none."""
+    """The sequence length of the job; 0 if there is none."""
 
     @property
     def noun(self) -> str:
@@ -76,7 +76,7 @@ def _start(tokens: Tokens, number: int) -> int:
 
 
 def open_path(path: str, format: str = "") -> StoredData:
-    """As records where a format has them, else as tokens."""
+    """Token shards and Megatron files are opened as tokens, everything else as records."""
     if "://" not in path and not Path(path).expanduser().exists():
         raise DataError(f"there is no file or folder '{path}'", "Check the name.")
     return _open(path, open_files(path), format, IndexLocation())
@@ -95,7 +95,7 @@ def _open(name: str, files: Files, format: str, place: IndexLocation) -> StoredD
 
 
 def open_config(config: DataConfig) -> Iterator[StoredData]:
-    """The stored data of a job's table; of a mixture, each part."""
+    """The stored data of a job's table; for a mixture, that of each part."""
     for part, table in _tables(config, config.name):
         files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
         place = IndexLocation(table.index, table.cache)

@@ -1,4 +1,4 @@
-"""``closeranks data verify``: is every block and every record of a data set sound."""
+"""``closeranks data verify``: checks every block and every record of a data set."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def verify(
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere: told how much is done of how much."""
+    """A progress bar on a terminal, nothing elsewhere; the callback takes the amount done and the total."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
