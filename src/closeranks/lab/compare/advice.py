@@ -1,8 +1,8 @@
-"""What follows from the table, in one sentence? Pure.
+"""Derives a recommendation of one sentence from the result table. Pure.
 
-Invariants: only a setting whose every run finished is recommended; a difference within the spread of the runs is not
-called one, and then the baseline stays; among those that are clearly better the best is taken, so that a lucky mean
-hides nobody; what is lost is told together with what is gained.
+Invariants: only a setting whose every run finished is recommended; a difference within the spread of the runs does not
+count, and then the baseline is kept; the best is chosen among the settings that are clearly better, so that one with a
+lucky mean does not hide them; what is lost is reported together with what is gained.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from closeranks.lab.compare.result_table import ResultTable, RunStat, SettingRow
 from closeranks.telemetry.formatting import brief, duration
 
 CLEAR = 0.02
-"""Less than two percent is no gain that anybody would change a job for."""
+"""A gain of less than two percent is not worth changing a job for."""
 _SAME = 0.001
-"""Final figures that differ by less than this share are the same to anybody, however small their spread."""
+"""Final figures that differ by less than this share are considered equal, however small their spread."""
 
 
 def is_faster(ratio: RunStat | None) -> bool:
-    """Than the baseline, by more than the ratios of the seeds lie apart."""
+    """Whether a setting is faster than the baseline by more than the spread over the seeds."""
     return ratio is not None and ratio.mean - 1 > max(ratio.spread, CLEAR)
 
 
@@ -44,9 +44,9 @@ def is_worse(table: ResultTable, row: SettingRow) -> bool:
 
 
 _TINY = 1e-5
-"""Of final figures that differ by less than this share, nobody wants to hear the difference."""
+"""Final figures that differ by less than this share are reported without the difference."""
 _FEW_TIMES = 1.1
-"""Below this, a ratio is told with two digits."""
+"""A ratio below this is printed with two decimals."""
 
 
 class AdvicePhrase(NamedTuple):
@@ -112,7 +112,7 @@ def _runs(row: SettingRow) -> str:
 
 
 def _stay(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> AdvicePhrase:
-    """Nobody is clearly faster than the baseline."""
+    """The advice if no setting is clearly faster than the baseline."""
     base = table.baseline
     took = duration(_mean(base.seconds_to_target))
     others = [row for row in reached if row is not base]
@@ -138,7 +138,7 @@ def _seconds_ratio(row: SettingRow) -> RunStat | None:
 
 
 def _ties(best: SettingRow, rows: Sequence[SettingRow], pick: Callable[[SettingRow], RunStat | None]) -> str:
-    """Who else gains as much, as far as the spread lets anybody tell."""
+    """Names the other settings whose gain does not differ from the best one's by more than the spread."""
     most, names = pick(best), []
     for row in rows:
         other = pick(row)
@@ -160,7 +160,7 @@ def _times(ratio: float) -> str:
 
 
 def _by_time(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
-    """The same steps or epochs for all: who is done first without having learned less?"""
+    """The advice if all settings train the same steps or epochs: the fastest whose final figure is not worse."""
     base = table.baseline
     if not base.is_sound:
         best = _quickest(sound)
@@ -195,7 +195,7 @@ def _in_less_time(row: SettingRow, base: SettingRow) -> str:
 
 
 def _over_steps(row: SettingRow, base: SettingRow) -> str:
-    """Where a job counts epochs, another batch makes another number of steps; empty where it is the same."""
+    """The number of steps, which depends on the batch size if the job counts epochs; empty if it is the same."""
     mine, theirs = round(row.num_steps), round(base.num_steps)
     return f"with {mine} steps instead of {theirs}" if mine != theirs else ""
 
@@ -222,13 +222,13 @@ def _furthest(table: ResultTable, rows: Sequence[SettingRow]) -> SettingRow:
 
 
 def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
-    """It ends clearly better than the baseline."""
+    """The advice to use a setting that ends clearly better than the baseline."""
     ends = f"{when} it ends at {_final(table)} {brief(_mean(row.final))}"
     return AdvicePhrase(f"Use {row.name}: {ends}, {_loss(table, row)}{_price(table, row)}", row.final_gap)
 
 
 def _price(table: ResultTable, row: SettingRow) -> str:
-    """What else it takes: time, where it is slower, and workers."""
+    """What else the setting costs: time if it is slower, and other numbers of workers."""
     base, words = table.baseline, ""
     if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
         what = "but takes" if table.target is None else "but the whole budget takes"
@@ -239,7 +239,7 @@ def _price(table: ResultTable, row: SettingRow) -> str:
 
 
 def _loss(table: ResultTable, row: SettingRow) -> str:
-    """What a setting costs in quality, seed against seed."""
+    """What a setting costs in quality, compared seed by seed."""
     gap, base = row.final_gap, table.baseline
     if gap is None:
         return f"with no final {table.metric} to compare"

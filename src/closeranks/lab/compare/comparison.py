@@ -1,10 +1,10 @@
-"""How does a comparison go, from its file to its recommendation? Also from Python:
+"""Runs a comparison, from its file to its recommendation. It can also be called from Python:
 
-    story = carry_out(Path("compare.toml"))
-    story.advice, story.table.rows, story.outcomes
+    result = run_comparison(Path("compare.toml"))
+    result.advice, result.table.rows, result.outcomes
 
-Invariants: nothing runs before everything was checked; whatever was run is written down; the folder is this
-comparison's alone until then. No torch.
+Invariants: nothing runs before everything was checked; every run is recorded; the folder belongs to this comparison
+alone until the report is written. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from closeranks.run.job.ownership import owned_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = False) -> ComparisonResult:
-    """The whole comparison: what it came to is written down, shown, and returned."""
+    """Run the whole comparison; write, print and return its result."""
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks compare` starts its own workers", "Start it without torchrun or srun.")
     compare = load_compare(file, overrides)

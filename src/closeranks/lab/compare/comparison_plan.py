@@ -1,9 +1,9 @@
-"""Which runs does a comparison consist of, and is each of them possible?
+"""Decides which runs a comparison consists of, and checks that each is possible.
 
 Invariants: every setting's job is loaded and checked before the first run starts; all runs of a comparison have the
 same seeds and the same budget, which no setting may change; a run that would come out the same has the same key, so
-that it is found again. Settings are interleaved, and every other round goes backwards: a machine that grows slower
-meets them all alike. No torch.
+that it is found again. Settings are interleaved, and every other round is in reverse order, so that a machine that
+becomes slower affects all of them alike. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from closeranks.run.job.job import Job, check_workers, load_job
 from closeranks.run.job.launch import workers_of
 
 QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
-"""A comparison needs none of them; a setting that wants to measure them says so. Left to themselves, second copies take
-the link under some settings and not under others."""
+"""A comparison needs none of these; a setting that measures one turns it on. By default, second copies would be sent
+over the network under some settings and not under others."""
 _OURS = {
     "run.seed": "It has its own seeds: write seeds = [0, 1, 2].",
     "run.folder": "Each run gets a folder of its own: write folder at the top for all of them.",
@@ -42,7 +42,7 @@ class ComparisonCase:
 
     name: str
     overrides: tuple[str, ...]
-    """All that the command line of a run says but its seed and folder."""
+    """All overrides on the command line of a run, except its seed and folder."""
     num_workers: int
     job: Job
 
@@ -53,7 +53,7 @@ class ComparisonRun:
     seed: int
     repeat: int
     key: str
-    """What makes it this run and no other, as a few letters."""
+    """A short digest of everything that identifies the run."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class ComparisonPlan:
 
 
 def make_plan(compare: CompareConfig, path: Path) -> ComparisonPlan:
-    """Refuses everything that can be refused before hours were spent on the first run."""
+    """Refuses everything that can be refused before hours are spent on the first run."""
     job_file = find_job(compare.job, path)
     cases = tuple(_case(compare, setting, job_file) for setting in compare.setting)
     folder = Path(compare.folder or Path("runs") / f"compare-{path.stem}").expanduser()
@@ -90,7 +90,7 @@ def find_job(name: str, beside: Path) -> Path:
 
 
 def override_texts(changes: Changes) -> list[str]:
-    """What is changed, as the command line says it."""
+    """Changes in the form of overrides on the command line."""
     if not isinstance(changes, Mapping):
         return list(changes)
     return [f"{dotted_key(parts)}={format_value(value)}" for parts, value in _leaves(changes, ())]
@@ -121,7 +121,7 @@ def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) ->
 
 
 def _plainly(problem: Problem) -> Problem:
-    """A setting is read as the command line is, but nobody typed it there."""
+    """Without "command line" as its origin: a setting is parsed like the command line, but was not typed there."""
     return replace(problem, origin="") if problem.origin == str(COMMAND_LINE) else problem
 
 
@@ -139,7 +139,7 @@ def _budget(compare: CompareConfig) -> list[str]:
 
 
 def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
-    """What a setting may not change, or the runs could not be compared."""
+    """Problems for values that a setting may not change, since the runs could not be compared."""
     known: list[Override] = parse_overrides(Job, overrides)[0]
     for override in known:
         for parts in _set_by(override):
@@ -148,7 +148,7 @@ def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _set_by(override: Override) -> list[Parts]:
-    """The keys, also where a whole table is given: ``train={steps=5}``."""
+    """The keys that an override sets, also if it gives a whole table: ``train={steps=5}``."""
     if not isinstance(override.value, Mapping):
         return [override.parts]
     return [parts for parts, _ in _leaves(override.value, override.parts)]

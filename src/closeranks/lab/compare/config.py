@@ -1,4 +1,4 @@
-"""What can a person ask of a comparison? The tables of ``compare.toml``.
+"""The tables of ``compare.toml``: what a comparison can be asked to do.
 
 Invariant: whatever is wrong with the file is one ``UserError`` that names the file and all of its problems. No torch.
 """
@@ -17,7 +17,7 @@ from closeranks.core.errors import ConfigError, Problem, UserError
 
 Changes = dict[str, Any] | tuple[str, ...]
 _RELAY_MBIT = 500.0
-"""With a delay every frame passes through a process of ours, which takes some processor time of its own."""
+"""Maximum bandwidth with a delay: every frame then passes through a process of ours, which needs processor time."""
 
 
 class ComparisonSetting(ConfigTable):
@@ -96,7 +96,7 @@ class CompareConfig(ConfigTable):
 
 
 def load_compare(path: Path, overrides: Sequence[str] = ()) -> CompareConfig:
-    """The comparison of a file and the command line; all problems at once."""
+    """The comparison of a file and the command line; reports all problems at once."""
     try:
         return load(CompareConfig, path, overrides, checks=(check_settings, check_budget, check_network)).value
     except ConfigError as error:
@@ -104,7 +104,7 @@ def load_compare(path: Path, overrides: Sequence[str] = ()) -> CompareConfig:
 
 
 def as_user_error(error: ConfigError, where: str) -> UserError:
-    """The problems as they are, under another heading than the job's."""
+    """The same problems, with ``where`` as their heading instead of the job."""
     count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
     return UserError(f"{count} in {where}:\n" + "\n".join(f"  {problem}" for problem in error.problems))
 

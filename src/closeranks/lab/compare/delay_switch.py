@@ -1,12 +1,11 @@
-"""A switch that holds every frame for a while: delay between hosts, where the kernel has no netem.
+"""A network switch that delays every frame, since not every kernel has netem.
 
-    python relay.py --delay-ms 10 p0 p1 ...      inside the namespace where the ports are
+    python delay_switch.py --delay-ms 10 p0 p1 ...      inside the namespace where the ports are
 
-A program of its own, on the standard library alone, started by its path. Frames come and go with the kernel's own
-note about checksums and segments (PACKET_VNET_HDR), so that it passes large ones on as they are and nothing has to be
-switched off on the hosts. Invariants: the frames of a port keep their order; a frame goes to the port where its
-address was last seen, or to all others. How many bytes pass in a second is not its business: the queues of the ports
-say that (tbf).
+A separate program that uses only the standard library and is started by its path. Frames are received and sent with
+the kernel's header about checksums and segments (PACKET_VNET_HDR), so that large ones are forwarded as they are and no
+offload has to be disabled on the hosts. Invariants: the frames of a port keep their order; a frame goes to the port
+where its address was last seen, or to all others. The bandwidth is limited by the queues of the ports (tbf), not here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _ALL_PROTOCOLS = 3
 _BUFFER_BYTES = 64 << 20
 _HEADER = 10
-"""Bytes of the kernel's note before each frame."""
+"""Bytes of the kernel's header before each frame."""
 _MOST = 1 << 17
 _AT_ONCE = 64
 
@@ -68,7 +67,7 @@ class DelaySwitch:
             self._held.append((time.monotonic() + self._delay_s, port, frame))
 
     def _let_go(self) -> None:
-        """The delay is one for all, so they are due in the order they came."""
+        """Send the frames that are due. All have the same delay, so they are due in the order in which they arrived."""
         while self._held and self._held[0][0] <= time.monotonic():
             _, source, frame = self._held.popleft()
             goal = self._seen_at.get(frame[_HEADER : _HEADER + 6])
@@ -77,7 +76,7 @@ class DelaySwitch:
                     self._send(port, frame)
 
     def _send(self, port: socket.socket, frame: bytes) -> None:
-        """A full queue loses the frame, as on a real link; TCP sends it again."""
+        """A full queue drops the frame, as on a real link; TCP sends it again."""
         with suppress(OSError):
             port.send(frame)
 

@@ -1,12 +1,12 @@
-"""Where does a run of a comparison run, so that what it sends can be counted, and its links have a known width?
+"""Network namespaces as hosts for the runs of a comparison: their bytes are counted, their links have a set bandwidth.
 
-Hosts are namespaces without names, each held by a process (its init) that the kernel kills together with us; with it
-goes everything on that host, its interfaces and its links. Nothing is put into the machine's own network. Invariant:
-what was made is gone when ``close`` returns, and also where there was no time to call it.
+A host is a set of unnamed namespaces held by a process (its init) that the kernel kills when this process ends;
+everything on that host ends with it, including its interfaces and links. The machine's own network is not changed.
+Invariant: everything created here is gone when ``close`` returns, and also if ``close`` was never called.
 
-    switch namespace            p0 -- eth0 of host 0       tbf on both ends: the width of the link
-      a bridge, or relay.py     p1 -- eth0 of host 1
-      where there is a delay
+    switch namespace                   p0 -- eth0 of host 0       tbf on both ends: the bandwidth of the link
+      a bridge, or delay_switch.py     p1 -- eth0 of host 1
+      if there is a delay
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FIX = "Remove [network], or set isolate = false."
 _PATIENCE_S = 30.0
 _QUEUE_MS = 50
 _BURST_S, _LEAST_BURST = 0.002, 1 << 16
-"""Short enough that a step cannot hide in it; no less than the kernel's largest segment."""
+"""Small enough that the traffic of a step does not fit into a burst; at least the kernel's largest segment."""
 
 
 def unavailable_reason(*, shaped: bool) -> str:
-    """Why there can be no hosts here; empty where there can."""
+    """Why hosts cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in (*_NEEDED, *(("tc",) if shaped else ())) if shutil.which(name) is None]
@@ -57,7 +57,7 @@ def unavailable_reason(*, shaped: bool) -> str:
 
 
 class NamespaceHost:
-    """One host: its init, its interface."""
+    """One host: its init process and its interface."""
 
     def __init__(self, number: int, hosts_file: Path, interface: str) -> None:
         self.name = f"host{number}"
@@ -69,7 +69,7 @@ class NamespaceHost:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
-        """A process on this host, in its session."""
+        """Start a process on this host, in a session of its own."""
         inside = ["nsenter", "--target", str(self.init_pid), "--all", f"--wd={os.getcwd()}", "--", *command]
         process = subprocess.Popen(
             inside, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -78,7 +78,7 @@ class NamespaceHost:
         return process
 
     def sent_bytes(self) -> int:
-        """What left through its interface since it was made."""
+        """Bytes sent through its interface since it was created."""
         try:
             table = Path(f"/proc/{self.init_pid}/net/dev").read_text()
         except OSError as error:
@@ -92,12 +92,12 @@ class NamespaceHost:
         for process in self._processes:
             process.wait(timeout=_PATIENCE_S)
         with suppress(subprocess.TimeoutExpired):
-            self._unshare.wait(timeout=_PATIENCE_S)  # it is gone when its init is
+            self._unshare.wait(timeout=_PATIENCE_S)  # it exits when its init does
         _end(self._unshare)
 
 
 class NamespaceHosts:
-    """The hosts of one run: one alone with its loopback, or several on a switch."""
+    """The hosts of one run: a single one with its loopback, or several on a switch."""
 
     def __init__(self, network: NetworkConfig | None) -> None:
         self._network = network
@@ -124,7 +124,7 @@ class NamespaceHosts:
         self.close()
 
     def sent_bytes(self) -> int:
-        """Of all hosts together: each byte that crosses a link counts once."""
+        """Bytes sent by all hosts together: each byte that crosses a link counts once."""
         return sum(host.sent_bytes() for host in self.hosts)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def address_of(number: int) -> str:
 
 
 def sent_bytes(table: str, interface: str) -> int:
-    """From the kernel's table of interfaces: the ninth figure of a line is what was sent."""
+    """Bytes that an interface sent, from the text of /proc/net/dev: the ninth number of its line."""
     for line in table.splitlines():
         name, colon, figures = line.partition(":")
         if colon and name.strip() == interface:
@@ -184,7 +184,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _init_of(unshare: subprocess.Popen[str]) -> int:
-    """Who holds the namespaces; without it nothing can be started in them, nor ended."""
+    """The process that holds the namespaces; without it, nothing can be started or ended in them."""
     if children := children_of(unshare.pid):
         return children[0]
     _end(unshare)
@@ -192,7 +192,7 @@ def _init_of(unshare: subprocess.Popen[str]) -> int:
 
 
 def _held(command: Sequence[str]) -> subprocess.Popen[str]:
-    """A process that says when it is ready, and stays until it is ended, or until we end."""
+    """Start a process that reports when it is ready, and runs until it is ended or this process ends."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

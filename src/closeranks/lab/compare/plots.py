@@ -1,7 +1,7 @@
-"""What does a comparison look like? Two pictures: the losses of all settings, and bars of what they cost.
+"""Plots a comparison as two pictures: the losses of all settings, and bars of what they cost.
 
-Drawn from outcomes and table alone. Invariant: a setting has one colour in all panels; bars begin at nothing; what was
-not measured or not reached is said in words where its bar would be. matplotlib is imported when something is drawn.
+Drawn from outcomes and table alone. Invariant: a setting has one colour in all panels; bars start at zero; what was not
+measured or not reached is stated in words in place of its bar. matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST = 26
 def draw_curves(
     path: Path, compare: CompareConfig, table: ResultTable, outcomes: Sequence[ComparisonRunOutcome]
 ) -> Path | None:
-    """Loss over time and over steps: a thin line for each run, a thick one for the mean; None: nothing to draw."""
+    """Loss over time and over steps: a thin line for each run, a thick one for the mean. None: nothing to draw."""
     drawn = [row for row in table.rows if any(len(one.losses) > 1 for one in outcomes if one.setting == row.name)]
     if not drawn:
         return None
@@ -64,7 +64,7 @@ def draw_curves(
 
 
 def draw_bars(path: Path, compare: CompareConfig, table: ResultTable) -> Path:
-    """Steps a second, bytes a step, time to the target, the final figure."""
+    """Steps per second, bytes per step, time to the target, and the final figure."""
     goal = f"seconds to {table.metric} {brief(table.target)}" if table.target is not None else "seconds of training"
     panels: list[tuple[str, Callable[[SettingRow], RunStat | None], Callable[[float], str], str]] = [
         ("steps a second", lambda row: row.steps_per_s, brief, "not measured"),
@@ -134,7 +134,7 @@ def _draw_runs(
 def mean_line(
     runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float]
 ) -> tuple[list[float], list[float]]:
-    """The mean of several runs, as far as all of them go, at places of the one with the most points."""
+    """The mean of several runs over the range that all of them cover, at the points of the run that has the most."""
     first = max(place(run[0]) for run in runs)
     last = min(place(run[-1]) for run in runs)
     longest = max(runs, key=len)
@@ -161,7 +161,7 @@ def _sound(outcomes: Sequence[ComparisonRunOutcome]) -> Sequence[ComparisonRunOu
 
 
 def _limit(axes: Any, outcomes: Sequence[ComparisonRunOutcome]) -> None:
-    """What diverged may leave the picture, what was learned stays in it."""
+    """Limit the y axis to the losses of the runs that finished; curves that diverged may be cut off."""
     values = [point.value for one in _sound(outcomes) for point in one.losses if math.isfinite(point.value)]
     if values:
         low, high = min(values), quantile(values, 0.998)
@@ -217,7 +217,7 @@ def _short(name: str) -> str:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    """Replaced whole: a viewer that has the picture open never sees half of one."""
+    """Replace the picture atomically: a viewer that has it open never sees half of one."""
     unfinished = path.with_name(f".{path.name}")
     figure.savefig(unfinished, dpi=140, facecolor="white", format="png")
     return unfinished.replace(path)

@@ -1,11 +1,11 @@
-"""How is a comparison told: a table on a terminal, a page, figures for machines, pictures?
+"""Reports a comparison: a table on a terminal, a page, JSON and CSV for programs, pictures.
 
-    COMPARISON/compare.md                  the recommendation, the table, the pictures, how to do it again
+    COMPARISON/compare.md                  the recommendation, the table, the pictures, how to run it again
                compare.json                everything: per setting, per run
                runs.csv                    a line for each run
-               curves.png, bars.png        what people look at
+               curves.png, bars.png        the pictures
 
-Invariant: what a page says of the conditions is what they were: seeds, network, bytes, machines.
+Invariant: the page states the conditions as they were: seeds, network, bytes, machines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEFT = ("setting", "note")
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResult:
-    """All that a comparison came to."""
+    """Everything that a comparison found."""
 
     plan: ComparisonPlan
     outcomes: tuple[ComparisonRunOutcome, ...]
@@ -45,7 +45,7 @@ class ComparisonResult:
 
 
 def outcome_line(outcome: ComparisonRunOutcome) -> str:
-    """One run, in a line."""
+    """The outcome of one run in a line."""
     if not outcome.is_sound:
         return f"{outcome.state} after {duration(outcome.wall_s)}: {outcome.reason}"
     parts = [duration(outcome.wall_s), f"{outcome.num_steps} steps"]
@@ -66,7 +66,7 @@ def print_result(story: ComparisonResult) -> None:
 
 
 def write_report(story: ComparisonResult) -> list[Path]:
-    """All files; what they are called, those first that people open."""
+    """Write all files; returns their paths, those that people open first."""
     with disk_errors_explained(story.plan.folder):
         return _write_all(story, story.plan.folder)
 
@@ -107,12 +107,12 @@ def _setting(story: ComparisonResult, row: SettingRow) -> dict[str, Any]:
 
 
 def _flat(outcome: ComparisonRunOutcome) -> dict[str, Any]:
-    """All but the curve, which the run folder holds."""
+    """All fields but the loss curve, which is in the run folder."""
     return {one.name: getattr(outcome, one.name) for one in fields(outcome) if one.name != "losses"}
 
 
 def _finite(value: Any) -> Any:
-    """Strict JSON has no number for what is not finite: null."""
+    """Replaces numbers that are not finite, which strict JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -163,7 +163,7 @@ def _rule(name: str) -> str:
 
 
 def conditions(story: ComparisonResult) -> str:
-    """Under which conditions these figures hold, in a paragraph."""
+    """The conditions under which the figures were measured, in a paragraph."""
     compare, table = story.plan.compare, story.table
     seeds = ", ".join(map(str, compare.seeds))
     runs = f"Each setting ran with seeds {seeds}" + (f", {compare.repeats} times each" if compare.repeats > 1 else "")

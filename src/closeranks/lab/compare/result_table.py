@@ -1,8 +1,8 @@
-"""What does a comparison come to? A row for each setting. Pure.
+"""The result of a comparison: a table with a row for each setting. Pure.
 
-Invariants: means and spreads are over the runs that finished, and a setting with any other run says so in words; what
-is held against the baseline is held run by run, seed against the same seed, so that what a seed does to both cancels;
-final figures are all of evaluations or all of training, never some of each.
+Invariants: means and spreads are over the runs that finished, and a setting with any other run says so in words;
+settings are compared with the baseline run by run, with equal seeds, so that the effect of a seed on both cancels;
+final figures come all from evaluations or all from training, never from a mix.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class RunStat:
 
     mean: float
     spread: float
-    """The standard deviation; 0 where there is one run."""
+    """The standard deviation; 0 for a single run."""
     low: float
     high: float
     num: int
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> RunStat | None:
-        """None where nobody measured anything that is a number."""
+        """None if there is no finite value."""
         known = [value for value in values if value is not None and math.isfinite(value)]
         if not known:
             return None
@@ -47,31 +47,31 @@ class SettingRow:
     num_workers: int
     num_runs: int
     num_sound: int
-    """Runs that finished, with a loss that is a number."""
+    """Runs that finished with a finite loss."""
     reason: str = ""
-    """What befell the others, in words."""
+    """What happened to the other runs, in words."""
     num_seeds: int = 0
     num_steps: float = 0.0
-    """Of a run that finished, in the mean."""
+    """The mean over the runs that finished."""
     steps_per_s: RunStat | None = None
     rate_ratio: float | None = None
-    """Steps a second, by those of the baseline."""
+    """Steps per second, divided by those of the baseline."""
     items_per_s: RunStat | None = None
     bytes_per_step: RunStat | None = None
     bytes_ratio: float | None = None
     seconds: RunStat | None = None
     """Of the whole training."""
     seconds_ratio: RunStat | None = None
-    """The baseline's seconds, by these, seed by seed: how many times as fast."""
+    """The baseline's seconds divided by these, seed by seed: how many times as fast this setting is."""
     seconds_to_target: RunStat | None = None
-    """Only where every run that finished got there."""
+    """Only if every run that finished reached the target."""
     num_reached: int = 0
     speedup: RunStat | None = None
-    """The baseline's time to the target, by this, seed by seed."""
+    """The baseline's time to the target divided by this one, seed by seed."""
     final: RunStat | None = None
-    """The loss, or the target's metric, in the end."""
+    """The loss, or the target's metric, at the end."""
     final_gap: RunStat | None = None
-    """What that lies above the baseline's, seed by seed."""
+    """``final`` minus that of the baseline, seed by seed."""
     final_loss: RunStat | None = None
     eval_loss: RunStat | None = None
     memory_bytes: RunStat | None = None
@@ -93,12 +93,12 @@ class ResultTable:
     metric: str
     """What ``final`` is: loss, or the target's metric."""
     rises: bool
-    """Whether more of it is better."""
+    """Whether higher is better."""
     is_evaluated: bool
-    """Whether ``final`` is of held-out data."""
+    """Whether ``final`` was measured on held-out data."""
     target: float | None = None
     is_timed: bool = False
-    """Whether all had the same time, rather than the same steps or epochs."""
+    """Whether all settings had the same time, rather than the same steps or epochs."""
 
     @property
     def baseline(self) -> SettingRow:
@@ -186,7 +186,7 @@ def _beside(
     pick: Figure,
     weigh: Callable[[float, float], float | None],
 ) -> RunStat | None:
-    """Each run held against the baseline's of the same seed; None where one of those has no figure."""
+    """Compares each run with the baseline's run of the same seed; None if one of those has no figure."""
     theirs = {(one.seed, one.repeat): pick(one) for one in base}
     if None in theirs.values():
         return None
@@ -198,7 +198,7 @@ def _beside(
 
 
 def _reason(group: Sequence[ComparisonRunOutcome]) -> str:
-    """``diverged in 2 of 3 runs: its loss is not finite from step 4``; the first of each kind speaks for it."""
+    """``diverged in 2 of 3 runs: its loss is not finite from step 4``; the first run of each kind gives the reason."""
     parts = []
     for state in dict.fromkeys(one.state for one in group if not one.is_sound):
         those = [one for one in group if one.state == state]

@@ -1,6 +1,6 @@
-"""Where do the runs of a comparison happen, and can their bytes be counted there?
+"""Decides where the runs of a comparison take place, and whether their bytes can be counted there.
 
-Invariant: a place where the job could not run is refused before anything runs. No torch.
+Invariant: an environment in which the job could not run is refused before anything runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from closeranks.lab.compare.namespaces import unavailable_reason
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """Where runs happen: plainly here, or in namespaces."""
+    """Where runs take place: directly on this machine, or in network namespaces."""
 
     network: NetworkConfig | None
     is_counted: bool
@@ -25,8 +25,10 @@ class RunEnvironment:
 
 
 def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
-    """Refuses a network that cannot be made, or that the job could not do with; without one, says why bytes will not be
-    counted."""
+    """Refuses a network that cannot be created, or in which the job could not run.
+
+    Without a network, the result says why bytes will not be counted, if so.
+    """
     network = plan.compare.network
     far = next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), "")
     if network is not None:
@@ -47,7 +49,7 @@ def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
 
 
 def _addresses(value: object) -> Iterator[str]:
-    """What the job names of other machines."""
+    """URLs in the job that refer to other machines."""
     if isinstance(value, dict):
         for one in value.values():
             yield from _addresses(one)

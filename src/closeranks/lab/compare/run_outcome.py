@@ -1,7 +1,7 @@
-"""What does a run that is over tell: how fast, how far, at what price? Pure but for ``read_outcome``.
+"""Computes the outcome of a run that has ended: speed, losses, time to the target, cost. Pure but for ``read_outcome``.
 
-Invariants: times are of training alone, evaluations and saves left out; figures of training and of evaluations stay
-apart; a figure that nobody measured, or that is no number, is None, never 0.
+Invariants: times are of training alone, without evaluations and saves; figures of training and of evaluations are kept
+apart; a figure that was not measured, or is not finite, is None, never 0.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from closeranks.telemetry.run_log.run_history import RunHistory, load_history
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 _RISEN = 1.2
-"""A loss whose last tenth lies this many times above its first has diverged, though it is a number."""
+"""A loss has diverged, though finite, if the mean of its last tenth exceeds this multiple of that of its first."""
 _FEWEST = 2
-"""Steps on each side over which a smooth figure is taken, at least."""
+"""Minimum steps on each side over which a figure is smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRunOutcome:
-    """One run."""
+    """The outcome of one run."""
 
     setting: str
     seed: int
@@ -48,7 +48,7 @@ class ComparisonRunOutcome:
     """Why it did not finish, in words."""
     num_steps: int = 0
     seconds: float | None = None
-    """Of training, evaluations left out."""
+    """Of training, without evaluations."""
     steps_per_s: float | None = None
     """Without the first step."""
     items_per_s: float | None = None
@@ -80,7 +80,7 @@ class ComparisonRunOutcome:
         return self.state == FINISHED
 
     def final(self, metric: str, *, is_evaluated: bool) -> float | None:
-        """What it came to, in the last evaluation or in training; whoever compares asks all runs for the same."""
+        """The final figure, of the last evaluation or of training; runs are compared by the same of the two."""
         if metric != "loss":
             return (self.eval_metrics if is_evaluated else self.metrics).get(metric)
         return self.eval_loss if is_evaluated else self.final_loss
@@ -100,7 +100,7 @@ def outcome_of(
     times: dict[int, float],
     folder: str = "",
 ) -> ComparisonRunOutcome:
-    """``times``: the wall clock at which each step was told."""
+    """``times``: the wall-clock time at which each step was reported."""
     state, reason = end_state(record, history)
     losses = points(history.steps, "loss")
     reached = _reached(compare.target, history) if compare.target else None
@@ -138,7 +138,7 @@ def outcome_of(
 
 
 def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
-    """How a run ended, and why in words where it did not end well."""
+    """How a run ended, and the reason in words if it did not finish."""
     steps = history.steps
     if steps and _is_lost(steps[-1]):
         return DIVERGED, f"its loss is not finite from step {_since(steps, _is_lost)}"
@@ -164,7 +164,7 @@ def _is_lost(step: StepDone) -> bool:
 
 
 def _since(steps: Sequence[StepDone], is_bad: Callable[[StepDone], bool]) -> int:
-    """The first of the bad steps that the run ended with."""
+    """The first of the consecutive bad steps at the end of the run."""
     return list(takewhile(is_bad, reversed(steps)))[-1].step
 
 
@@ -174,7 +174,7 @@ def _first_sentence(text: str) -> str:
 
 
 def points(steps: Sequence[StepDone], metric: str) -> list[MetricPoint]:
-    """A figure of every step of training, over the time the steps took."""
+    """A figure of every training step, with the training time until then."""
     elapsed = accumulate(step.seconds for step in steps)
     values = (step.loss if metric == "loss" else step.metrics.get(metric, math.nan) for step in steps)
     return [MetricPoint(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
@@ -192,7 +192,8 @@ def _value(done: Evaluated, metric: str) -> float:
 def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
     """Each figure as the mean of about a tenth of the run around it.
 
-    The same on both sides, so that a steep start does not lag; at the end what there is: no single step decides.
+    The window is symmetric, so that a steep start does not lag, except at the end of the run, where it takes what there
+    is, so that no single step decides.
     """
     is_finite = [math.isfinite(point.value) for point in raw]
     sums = [0.0, *accumulate(point.value if ok else 0.0 for point, ok in zip(raw, is_finite, strict=True))]
@@ -208,7 +209,7 @@ def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
 
 
 def first_reaching(row: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
-    """Where a row first reaches the target, between two of its points; the value is then the step. None: nowhere."""
+    """Where a series first reaches the target, interpolated between points; ``value`` is the step. None if nowhere."""
     sign = 1.0 if rises else -1.0
     before: MetricPoint | None = None
     for point in row:
@@ -236,7 +237,7 @@ def _first(values: Sequence[float]) -> float | None:
 
 
 def _last(values: Sequence[float]) -> float | None:
-    """The mean of the last tenth, of what is a number there."""
+    """The mean of the finite values in the last tenth."""
     tail = [value for value in values[-max(1, len(values) // 10) :] if math.isfinite(value)]
     return sum(tail) / len(tail) if tail else None
 

@@ -1,12 +1,12 @@
-"""What stays of a run that is over? A folder with the run itself, what it printed, and how it ended.
+"""The record of a run that has ended: a folder with the run itself, its output, and how it ended.
 
     COMPARISON/.owner                                    held while a comparison runs there
                runs/SETTING-seed0-1f3a9c20/run/          the run folder
                                            output.txt    what `closeranks train` printed
                                            done.json     how it ended; without it the run does not count
 
-Invariants: ``done.json`` is there whole or not at all; only one comparison at a time writes in a folder; a folder that
-cannot be written is one sentence.
+Invariants: ``done.json`` is complete or absent; only one comparison at a time writes to a folder; a folder that cannot
+be written is reported in one sentence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from closeranks.telemetry.formatting import count
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """What the times of a run depend on beside the job."""
+    """What the times of a run depend on besides the job."""
 
     host: str = ""
     num_cores: int = 0
@@ -38,7 +38,7 @@ class MachineInfo:
 
     @classmethod
     def here(cls) -> MachineInfo:
-        """Without importing torch."""
+        """This machine; does not import torch."""
         try:
             torch = metadata.version("torch")
         except metadata.PackageNotFoundError:
@@ -51,16 +51,16 @@ class MachineInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """How a run went, beside what its own folder tells."""
+    """How a run went, in addition to what its run folder records."""
 
     exit_code: int
     wall_s: float
     is_stopped: bool = False
     """The budget of seconds was used up."""
     traffic: tuple[tuple[float, int], ...] = ()
-    """(wall clock, bytes sent until then), as the interfaces counted; empty where nobody counted."""
+    """(wall clock, bytes sent until then), as counted at the interfaces; empty if not counted."""
     said: str = ""
-    """Its last words."""
+    """The end of its output (``last_output``)."""
     machine: MachineInfo = MachineInfo()
 
 
@@ -74,7 +74,7 @@ class ComparisonRunFolder:
         self._done = self.path / "done.json"
 
     def read(self) -> RunRecord | None:
-        """How the run went; None where it was not finished, or another version of ours wrote it down."""
+        """How the run went; None if it has not finished, or was recorded by an incompatible version."""
         try:
             told = json.loads(read_text(self._done))
             traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
@@ -95,14 +95,14 @@ class ComparisonRunFolder:
             self.path.mkdir(parents=True)
 
     def open(self, name: str) -> IO[str]:
-        """A file beside the run, for what a process prints."""
+        """Open a file beside the run for the output of a process."""
         with disk_errors_explained(self.path / name):
             return (self.path / name).open("w")
 
 
 @contextmanager
 def disk_errors_explained(path: Path) -> Iterator[None]:
-    """What the disk refuses is told in a sentence."""
+    """Reports an error of the file system in one sentence."""
     try:
         yield
     except OSError as error:
@@ -111,7 +111,7 @@ def disk_errors_explained(path: Path) -> Iterator[None]:
 
 
 def last_output(output: str) -> str:
-    """What ``closeranks`` said as it ended, or the last line of whoever said something."""
+    """The message with which ``closeranks`` ended, or else the last line of the output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [place for place, line in enumerate(lines) if line.startswith("closeranks: ")]
     if told:
@@ -120,13 +120,13 @@ def last_output(output: str) -> str:
 
 
 def failed_runs(plan: ComparisonPlan) -> Sequence[ComparisonRunFolder]:
-    """Runs that are over and did not end well; whoever clears them lets them run again."""
+    """Runs that ended with a failure; clearing their folders makes them run again."""
     slots = [ComparisonRunFolder(plan, run) for run in plan.runs]
     return [slot for slot in slots if (record := slot.read()) and record.exit_code and not record.is_stopped]
 
 
 def mixed_machines(records: Sequence[RunRecord | None], here: MachineInfo) -> str:
-    """Says so where times of several machines would be mixed; None is a run that is still to be made, here."""
+    """A warning if times of several machines would be mixed; None stands for a run that is still to be made here."""
     foreign = [record.machine for record in records if record is not None and record.machine != here]
     if not foreign or (len(set(foreign)) == 1 and len(foreign) == len(records)):
         return ""

@@ -1,9 +1,9 @@
-"""How are the runs of a comparison carried out, one after the other?
+"""Carries out the runs of a comparison, one after the other.
 
-Each run is a real ``closeranks train`` with a folder of its own; ``done.json`` beside it says that it is over, and how.
-Invariants: a run that is over is not run again, unless bytes can be counted now that nobody counted then; one that was
-cut short leaves nothing that counts; a run that fails ends itself alone, not the comparison; whoever interrupts a
-comparison stops everything it started. No torch.
+Each run is a real ``closeranks train`` with a folder of its own; ``done.json`` beside it records that it ended, and
+how. Invariants: a run that has ended is not run again, unless its bytes were not counted and now can be; an interrupted
+run leaves no record; a run that fails does not end the comparison; interrupting a comparison stops everything that it
+started. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 _LOOK_S = 0.05
 _STOP_S = 15.0
 _JOINED_STOP_S = 2.0
-"""A host that joined has nothing to save once its lead is gone."""
+"""A host that joined has nothing to save once its leader is gone."""
 _PORT = 29400
 _MOST_SAMPLES = 4000
 
@@ -52,7 +52,7 @@ _MOST_SAMPLES = 4000
 def run_all(
     plan: ComparisonPlan, place: RunEnvironment, on_done: Callable[[ComparisonRun, ComparisonRunFolder, RunRecord], str]
 ) -> None:
-    """Run what is not finished, and tell of each run as it ends; ``on_done`` puts one in words."""
+    """Run what is not finished, and print the outcome of each run as it ends; ``on_done`` returns it as text."""
     here = MachineInfo.here()
     if mixed := mixed_machines([_finished(ComparisonRunFolder(plan, run), place) for run in plan.runs], here):
         typer.echo(mixed)
@@ -70,14 +70,14 @@ def run_all(
 
 
 def _finished(slot: ComparisonRunFolder, place: RunEnvironment) -> RunRecord | None:
-    """How the run went before; one whose bytes nobody counted does not do where they can be counted."""
+    """The record of an earlier run; None if there is none, or if its bytes were not counted but can be now."""
     record = slot.read()
     return record if record is None or record.traffic or not place.is_counted else None
 
 
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
-    """SIGTERM, SIGHUP and Ctrl-C take the same way out, through everything that has to be cleared away."""
+    """SIGTERM and SIGHUP raise an exception as Ctrl-C does, so that all three clean up on the way out."""
 
     class _Terminated(BaseException): ...
 
@@ -137,7 +137,7 @@ def _started_and_watched(
 
 
 def _start_here(command: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
-    """In a session of its own: Ctrl-C at the terminal is ours to pass on."""
+    """In a session of its own, which Ctrl-C at the terminal does not reach: we pass it on."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -165,7 +165,7 @@ def _command(
 
 
 def _closeranks() -> list[str]:
-    """An interface that the shell names is not there in a namespace."""
+    """Unsets GLOO_SOCKET_IFNAME: the interface that it names does not exist in a namespace."""
     return ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "closeranks"]
 
 
@@ -175,7 +175,10 @@ def _joining(slot: ComparisonRunFolder, host: NamespaceHost, num_workers: int) -
 
 
 def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
-    """As Ctrl-C does, the lead first, then for good. What is in a namespace of processes goes with its init."""
+    """Interrupt each process as Ctrl-C does, the leader first, and kill it if it does not end in time.
+
+    What still runs in a PID namespace ends with its init.
+    """
     patience_s = _STOP_S
     for process in processes:
         if process.poll() is None:
@@ -189,14 +192,14 @@ def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
 
 
 def _signal(process: subprocess.Popen[str], is_inside: bool, signum: int) -> None:
-    """nsenter passes no signal on. Who has ended in the meantime needs none."""
+    """Send a signal, in a namespace to the child of nsenter, which does not forward it. An ended process is ignored."""
     for pid in children_of(process.pid) if is_inside else [process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
 
 
 class _Watch:
-    """Looks at a run until it ends: counts its bytes, and stops it when its time is up."""
+    """Watches a run until it ends: counts its bytes, and stops it when its time is up."""
 
     def __init__(
         self,
@@ -238,7 +241,7 @@ class _Watch:
         if self._hosts is None:
             return
         self.samples.append((time.time(), self._hosts.sent_bytes()))
-        if len(self.samples) > _MOST_SAMPLES:  # a long run: half as many tell as much
+        if len(self.samples) > _MOST_SAMPLES:  # a long run: half as many samples suffice
             self.samples = self.samples[::2]
             self._look_s *= 2
 

@@ -1,6 +1,6 @@
-"""How does the table of a comparison read as text? Pure.
+"""Formats the table of a comparison as text. Pure.
 
-Invariant: a column stands there only where somebody has a figure for it; a cell without one says why in a word.
+Invariant: a column is shown only if some setting has a figure for it; a cell without one says why in a word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NONE = "-"
 
 
 def headings_and_cells(table: ResultTable) -> tuple[list[str], list[list[str]]]:
-    """The table as text; columns that say nothing are left out."""
+    """The table as text, without empty columns."""
     goal = f"to {table.metric} {brief(table.target)}" if table.target is not None else "to the target"
     final = f"final {table.metric}"
     named = [_cells(table, row, goal, final) for row in table.rows]

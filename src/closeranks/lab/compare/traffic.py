@@ -1,7 +1,7 @@
-"""How many bytes does a step send? Pure but for ``recorded_step_times``.
+"""Computes how many bytes a step sends. Pure but for ``recorded_step_times``.
 
-Invariants: bytes are divided by the very steps in which they were sent, so that neither starting up nor a round whose
-steps are told together weighs in; where no step is left to divide by, the answer is None, never 0.
+Invariants: bytes are divided by exactly those steps in which they were sent, so that neither startup nor steps that are
+reported together distort the result; if no step is left to divide by, the result is None, never 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _TOGETHER = 0.5
-"""A step that is told sooner after the one before it than this share of its own time was told together with it."""
+"""A step was reported together with the previous one if less than this share of its own duration lies between."""
 
 
 def bytes_per_step(traffic: Sequence[tuple[float, int]], times: dict[int, float]) -> float | None:
-    """What was sent after the first moment at which steps were told, by the number of steps since then."""
+    """Bytes sent after the first report of steps, divided by the number of steps since then."""
     if not traffic or not times:
         return None
     first_at = min(times.values())
@@ -30,7 +30,7 @@ def bytes_per_step(traffic: Sequence[tuple[float, int]], times: dict[int, float]
 
 
 def sent_until(traffic: Sequence[tuple[float, int]], at: float) -> float:
-    """Bytes at a moment, between two countings along a line."""
+    """Bytes sent until a moment, interpolated linearly between two samples."""
     place = bisect_left(traffic, at, key=lambda sample: sample[0])
     if place == 0:
         return float(traffic[0][1])
@@ -41,15 +41,18 @@ def sent_until(traffic: Sequence[tuple[float, int]], at: float) -> float:
 
 
 def recorded_step_times(slot: ComparisonRunFolder) -> dict[int, float]:
-    """The wall clock at which rank 0 told of each step."""
+    """The wall-clock time at which rank 0 reported each step."""
     path = RunFolder(slot.folder).metrics(0)
     lines = read_events(path) if path.exists() else ()
     return step_times((float(fields.get("at", 0.0)), event) for fields, event in lines if isinstance(event, StepDone))
 
 
 def step_times(told: Iterable[tuple[float, StepDone]]) -> dict[int, float]:
-    """Each step with the moment it was told. Where replicas train apart, the steps of a round are told one right after
-    the other when they meet: they share the moment of the first."""
+    """The time at which each step was reported.
+
+    Under Local SGD and DiLoCo, the steps of a synchronization interval are reported one right after the other at its
+    end: they share the time of the first.
+    """
     times: dict[int, float] = {}
     before = moment = float("-inf")
     for at, done in told:

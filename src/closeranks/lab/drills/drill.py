@@ -1,7 +1,7 @@
-"""How is a job drilled? It runs undisturbed, then once more with faults, and both are held against each other.
+"""Runs a drill: the job undisturbed, then again with faults, and compares both runs.
 
-Invariants: both runs are the same job, deterministic, with a copy of the state after every step; whatever a fault set
-up is gone when this returns, however it does. Imports no torch: the agent lives in this process.
+Invariants: both runs are the same job, deterministic, with a snapshot of the state after every step; whatever a fault
+set up is removed when a drill returns or raises. Imports no torch, since the agent runs in this process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _FIRST_S, _FIRST_FACTOR = 20.0, 5.0
 _SLOW_STEPS = 3
-"""A worker is slow for a few steps only."""
+"""``elastic.slow_steps`` of a drill, in which a worker is slow for a few steps only."""
 _SAVES = 2
-"""With a full disk among the faults, steps between saves: one must meet it."""
+"""Steps between saves if a full disk is among the faults: a save must hit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrillRequest:
-    """What was asked of a drill."""
+    """The job of a drill, and the faults to inject."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -73,7 +73,7 @@ def run_drill(orders: DrillRequest) -> bool:
         return _drill_in(folder, orders, job, num_workers)
     finally:
         with suppress(OSError):
-            folder.rmdir()  # nothing came of it
+            folder.rmdir()  # only if it is empty
 
 
 def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) -> bool:
@@ -100,7 +100,7 @@ def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) ->
 
 
 def _prepare(orders: DrillRequest) -> tuple[Job, int]:
-    """Refuse everything that can be refused before an hour was spent on the first run."""
+    """Refuse everything that can be refused before an hour is spent on the first run."""
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
     job = load_job(orders.path, orders.overrides).value
@@ -120,7 +120,7 @@ def _prepare(orders: DrillRequest) -> tuple[Job, int]:
 
 
 def _faults(orders: DrillRequest, num_steps: int, num_workers: int) -> list[InjectedFault]:
-    """Those that were spelled out, and the campaign's."""
+    """The faults given in full, and those drawn for the campaign."""
     asked = orders.asked
     faults = list(asked.faults)
     if asked.kinds:
@@ -130,7 +130,7 @@ def _faults(orders: DrillRequest, num_steps: int, num_workers: int) -> list[Inje
 
 
 def _settings(orders: DrillRequest, folder: Path) -> list[str]:
-    """The job's own words stand between what may be changed and what a comparison needs."""
+    """Defaults of a drill, then the user's overrides, then what the comparison of both runs requires."""
     asked = orders.asked
     num_faults = 2 * (len(asked.faults) + max(orders.count, len(asked.kinds))) + 10
     is_full = "diskfull" in (*asked.kinds, *(fault.kind for fault in asked.faults))
@@ -149,12 +149,12 @@ def _settings(orders: DrillRequest, folder: Path) -> list[str]:
 
 
 def _patience(course: RecordedRun) -> str:
-    """How long a first step may take is known by now: a hang in one need not be waited for as in a run never seen."""
+    """A shorter limit for first steps, from the undisturbed run, so that a hang in one is detected sooner."""
     return f"elastic.first_s={max(_FIRST_S, _FIRST_FACTOR * course.longest_s):.1f}"
 
 
 def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Injector) -> str:
-    """Why the run did not finish, empty if it did. Who stops a drill from outside stops all of it."""
+    """Why the run did not finish; empty if it did. A stop from outside ends the whole drill."""
     try:
         launch.train(path, settings, num_workers, on_turn=injector)
     except Interrupted:
@@ -192,7 +192,7 @@ def _compare(
 def train_with_faults(
     path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launch.JobHosts | None = None
 ) -> None:
-    """``closeranks train --faults``: the job, struck by what is spelled out, on this host."""
+    """``closeranks train --faults``: train the job, and inject the given faults on this host."""
     asked = parse_faults(text)
     if asked.kinds:
         what = f"`{asked.kinds[0]}` does not say which rank and step"

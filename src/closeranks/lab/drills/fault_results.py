@@ -1,7 +1,7 @@
-"""What became of each fault of a drill, and of the drill as a whole? Pure.
+"""Computes the result of each fault of a drill, and of the drill as a whole. Pure.
 
-Invariant: a fault counts as survived only if it struck, was noticed where it ends a generation, and the run went on
-after it; a drill has passed only if every fault was survived and the run is equal to the one that never failed.
+Invariant: a fault counts as survived only if it was injected, was detected if it ends a generation, and the run
+continued after it; a drill has passed only if every fault was survived and the run equals the one that never failed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from closeranks.lab.drills.recorded_run import RecordedRun, same_losses
 from closeranks.telemetry.run_log.fault_history import TimedEvent
 
 _LEAVING_S = 1.0
-"""Who is asked to leave has that long before it must be seen to."""
+"""A worker that is asked to leave may take this long before that must be detected."""
 _MISSED = "it was not injected: the run was over; with steps this short, train longer or ask for fewer faults"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultResult:
-    """One line of the table."""
+    """The result of one fault: a line of the table."""
 
     fault: str
     detected_s: float | None = None
-    """From the strike until it was noticed; None where nothing was."""
+    """From the injection until the detection; None if nothing was detected."""
     back_s: float | None = None
-    """From then until the first step was finished by all ranks."""
+    """From then until all ranks had finished a step."""
     num_redone: int | None = None
     survived: bool = False
     equal: bool = False
@@ -37,19 +37,19 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True)
 class DrillResult:
-    """All that a drill found out."""
+    """Everything that a drill found."""
 
     rows: tuple[FaultResult, ...]
     num_steps: int
     losses: bool
     state: str
-    """In what the last states differ; empty: in nothing."""
+    """How the last states differ; empty if they are equal."""
     samples: bool | None
-    """Whether each step took the same samples; None where that was not written down."""
+    """Whether each step took the same samples; None if that was not recorded."""
     tolerance: float = 0.0
-    """0: every bit was compared. Above: the run was resized, and is equal up to this."""
+    """0: every bit was compared. Above 0: the run was resized, and is compared within this tolerance."""
     failure: str = ""
-    """Why the disturbed run did not finish; empty where it did."""
+    """Why the disturbed run did not finish; empty if it did."""
 
     @property
     def has_passed(self) -> bool:
@@ -83,7 +83,7 @@ def fault_results(
     has_finished: bool,
     tolerance: float = 0.0,
 ) -> list[FaultResult]:
-    """A row for every fault, in the order in which they struck, those that did not last. ``has_finished``: the run."""
+    """A row for every fault in the order of injection, then those not injected. ``has_finished`` is of the run."""
     ordered = sorted(strikes, key=lambda strike: strike.at)
     rows = []
     for place, strike in enumerate(ordered):
@@ -133,7 +133,7 @@ def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: b
 
 
 def _noticed_at(strike: Injection, told: Sequence[TimedEvent]) -> float | None:
-    """When a fault that ends nothing was first spoken of."""
+    """When a fault that does not end a generation was first reported."""
 
     def is_of_it(line: TimedEvent) -> bool:
         match line.event:
@@ -152,5 +152,5 @@ def _first(told: Sequence[TimedEvent], is_it: Callable[[TimedEvent], bool]) -> T
 
 
 def is_resized(told: Sequence[TimedEvent], num_workers: int) -> bool:
-    """Whether the run went on with another number of workers than it began with."""
+    """Whether the run continued with another number of workers than it started with."""
     return any(isinstance(line.event, RanksClosed) and line.event.world_size != num_workers for line in told)

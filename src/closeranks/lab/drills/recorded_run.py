@@ -1,7 +1,7 @@
-"""What did a run come to, so that two runs can be held against each other?
+"""Reads what a run recorded, and compares two runs.
 
-Imports no torch unless numbers must be compared by how far they are apart. Invariant: every step counts once, as the
-last account of it says; bits are compared, not printed numbers.
+Imports no torch unless numbers are compared within a tolerance. Invariant: every step counts once, as it was last
+recorded; bits are compared, not printed numbers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from closeranks.telemetry.run_log.run_history import agent_events, load_history
 from closeranks.telemetry.run_log.sample_log import read_samples
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-"""How far a run may be from another of a different size: its sums are taken in another order."""
+"""How much a run may differ from one with another number of workers, which sums in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One run, as it wrote itself down."""
+    """One run, as it recorded itself."""
 
     losses: Mapping[int, float]
     """By step."""
     samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Which samples each step took, in order; empty where that was not written down."""
+    """Which samples each step took, in order; empty if that was not recorded."""
     events: Sequence[TimedEvent] = ()
-    """What the agent saw, and saves that failed."""
+    """Events of the agent, and saves that failed."""
     last_step: int = 0
     longest_s: float = 0.0
-    """The longest step, a first one included."""
+    """Duration of the longest step, first steps included."""
     ended_at: float = 0.0
-    """``time.time()`` when the last step was told."""
+    """``time.time()`` when the last step was reported."""
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:
@@ -67,7 +67,7 @@ def _last_told(run: RunFolder) -> float:
 
 
 def _told(run: RunFolder) -> list[TimedEvent]:
-    """By rank 0."""
+    """Events recorded by rank 0."""
     lines = read_events(run.metrics(0)) if run.metrics(0).exists() else ()
     return [TimedEvent(float(values["at"]), event) for values, event in lines]
 
@@ -78,7 +78,7 @@ def _samples(folder: Path) -> dict[int, tuple[int, ...]]:
 
 
 def same_losses(one: RecordedRun, other: RecordedRun, first: int, last: int, tolerance: float = 0.0) -> bool:
-    """Whether both took every step from ``first`` to ``last`` to the same loss: in every bit, or within a tolerance."""
+    """Whether the losses of all steps from ``first`` to ``last`` are equal: in every bit, or within a tolerance."""
     for step in range(first, last + 1):
         a, b = one.losses.get(step), other.losses.get(step)
         if a is None or b is None:
@@ -94,7 +94,7 @@ def _bits(value: float) -> bytes:
 
 
 def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
-    """In what the last states of two runs differ, in words; empty where they are equal."""
+    """How the last states of two runs differ, in words; empty if they are equal."""
     try:
         (a, first), (b, second) = pick_checkpoint(str(one)), pick_checkpoint(str(other))
     except CheckpointError as error:
@@ -109,13 +109,13 @@ def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
 
 
 def _lasting(manifest: CheckpointManifest) -> dict[str, Any]:
-    """What training goes on from; with which settings, for how long, and how long saves took, is told beside it."""
+    """The state that training continues from, without the settings, the length of the run and the times of saves."""
     kept = {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
     return {**kept, "schedule": {**kept.get("schedule", {}), "num_steps": None}}
 
 
 def _is_near(a: FoundCheckpoint, b: FoundCheckpoint, section: str, key: str, tolerance: float) -> bool:
-    """By the largest difference of any number: that of one near zero may be large in proportion, and means nothing."""
+    """By the largest absolute difference: near zero, a large relative difference means nothing."""
     from closeranks.checkpoint.load.resharding_reader import CheckpointReader
     from closeranks.checkpoint.load.value_diff import largest_difference
 
@@ -124,7 +124,7 @@ def _is_near(a: FoundCheckpoint, b: FoundCheckpoint, section: str, key: str, tol
 
 
 def same_samples(one: RecordedRun, other: RecordedRun) -> bool | None:
-    """Whether every step took the same samples; None where neither wrote them down."""
+    """Whether every step took the same samples; None if neither run recorded them."""
     if not one.samples and not other.samples:
         return None
     return one.samples == other.samples

@@ -1,4 +1,4 @@
-"""How is a drill told: as a table on a terminal, a page, and JSON for machines?"""
+"""Reports a drill: as a table on a terminal, a page, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADINGS = ("fault", "detected in", "back in", "steps redone", "state equal", "w
 
 
 def table_cells(row: FaultResult, tolerance: float) -> tuple[str, ...]:
-    """One line of the table; a dash where there is nothing to tell."""
+    """One line of the table, with a dash for a missing value."""
     equal = "no" if not row.equal else f"to {tolerance:g}" if tolerance else "yes"
     redone = "-" if row.num_redone is None else str(row.num_redone)
     survived = "" if row.survived else "LOST: "
@@ -32,7 +32,7 @@ def print_summary(summary: DrillResult) -> None:
 
 
 def write_report(folder: Path, summary: DrillResult, facts: Mapping[str, Any]) -> None:
-    """``drill.json`` and ``drill.md``."""
+    """Write ``drill.json`` and ``drill.md``."""
     rows = [asdict(row) for row in summary.rows]
     told = {**facts, "passed": summary.has_passed, "sentence": summary.sentence, "rows": rows}
     told |= {"losses_equal": summary.losses, "state_difference": summary.state, "samples_equal": summary.samples}
