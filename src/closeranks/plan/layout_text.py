@@ -1,7 +1,7 @@
-"""How is what follows from layouts put into columns and words?
+"""Formats the costs of layouts as table cells and sentences.
 
-Pure: costs in, cells and sentences out; ``cli`` draws them. Invariant: one unit for all bytes of a listing, so that
-columns can be compared at a glance, and no column without a sentence that says what it counts.
+Pure: costs in, cells and sentences out; ``cli`` prints them. Invariant: all bytes of a listing have one unit, so that
+columns can be compared at a glance, and every column has a sentence that says what it counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS = ("layout", "weights", "grads", "optim", "buffers", "activ.", "total", 
 BRIEF = ("layout", "state", "buffers", "activ.", "total", "bubble", "sent")
 """For a narrow terminal: weights, gradients and optimizer state together, and all axes together."""
 NARROW = 112
-"""Columns of text that the full table needs."""
+"""Characters per line that the full table needs."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNKNOWN = "?"
 
@@ -40,7 +40,7 @@ class ByteUnit:
         return cls(_UNITS[power], 1024**power)
 
     def text(self, num_bytes: int) -> str:
-        """Three digits; a dash for nothing at all, a bound for what would round to it."""
+        """Three digits; a dash for zero, an upper bound for what would round to zero."""
         if num_bytes == 0:
             return "-"
         value = num_bytes / self.size
@@ -54,7 +54,7 @@ def byte_unit_for(costs: Sequence[LayoutCost]) -> ByteUnit:
 
 
 def canonical_layout(layout: Layout) -> Layout:
-    """The same layout without words that change nothing, so that equal ones are equal."""
+    """The same layout without settings that have no effect, so that equivalent layouts compare equal."""
     zero = layout.zero if layout.data > 1 else 0
     shard = layout.shard if zero and layout.shard != layout.data else 0
     return replace(layout, zero=zero, shard=shard, schedule=layout.schedule if layout.pipeline > 1 else "1f1b")
@@ -90,7 +90,7 @@ def refused_text(found: LayoutSearch) -> str:
 
 
 WORKERS = (*range(1, 9), 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of workers that are tried when the fewest that fit are asked for."""
+"""Numbers of workers that are tried to find the fewest on which a layout fits."""
 
 
 def does_not_fit_text(costs: Sequence[LayoutCost], fits_gib: float) -> str:
@@ -105,7 +105,7 @@ def does_not_fit_text(costs: Sequence[LayoutCost], fits_gib: float) -> str:
 
 
 def fewest_workers_text(fewest: LayoutCost | None, fits_gib: float, command: str) -> str:
-    """How many workers it takes at least; ``command`` lists layouts, less the number of workers."""
+    """The fewest workers on which a layout fits; ``command`` lists layouts, but for the number of workers."""
     if fewest is None:
         what = (
             f"No number of workers up to {WORKERS[-1]:,} was found on which a layout fits into {fits_gib:g} GiB a rank"

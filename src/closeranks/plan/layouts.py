@@ -1,8 +1,8 @@
-"""Which layouts may a job have on so many ranks, and what follows from each?
+"""Finds the legal layouts of a job on a number of ranks, and computes the cost of each.
 
-Every way to part the ranks over the axes is asked for its legality, and every legal one for the bytes its fullest rank
-holds and what its busiest rank sends. Pure arithmetic without torch. Invariant: nothing is left out silently: what is
-not legal is counted with its reason, and what is not enumerated is said in ``candidate_layouts``.
+Every way to divide the ranks among the axes is checked, and for every legal one the bytes that its fullest rank holds
+and its busiest rank sends are computed. Pure arithmetic without torch. Invariant: nothing is left out silently: layouts
+that are not legal are counted with their reason, and ``candidate_layouts`` says what it does not enumerate.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PlanningJob:
     constraints: LayoutConstraints
     cost_settings: CostSettings
     llama: LlamaShape | None = None
-    """Where it is one: activations and what crosses the tensor and pipeline axes are known."""
+    """If the model is a Llama: its activations and its traffic on the tensor and pipeline axes are known."""
     activation_settings: ActivationSettings | None = None
-    """One micro-batch, before any axis splits it."""
+    """Of one micro-batch, before any axis splits it."""
 
     def num_micro(self, layout: Layout) -> int:
         """Micro-batches of a step on the data rank that has the most."""
@@ -51,7 +51,7 @@ class PlanningJob:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What the ranks at one pipeline coordinate hold and send; of them the first of the shard axis, which has most."""
+    """What a rank at one pipeline coordinate holds and sends: the first one on the shard axis, which has the most."""
 
     pipeline: int
     stages: tuple[StageUnits, ...]
@@ -66,7 +66,7 @@ class RankCost:
 
     @property
     def total_bytes(self) -> int:
-        """At the fullest moment. In a step of one micro-batch gradients come as activations go: never both in full."""
+        """At the peak. In a step of one micro-batch, gradients appear as activations are freed: never both in full."""
         never = min(self.state.gradients, self.activation_bytes) if self.num_micro == 1 else 0
         return self.state.total + self.activation_bytes - never
 
@@ -80,7 +80,7 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCost:
-    """What follows from one layout."""
+    """The cost of one layout."""
 
     layout: Layout
     num_micro: int
@@ -98,10 +98,10 @@ class LayoutCost:
 
 
 def candidate_layouts(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool = False) -> Iterator[Layout]:
-    """Every way to part so many ranks over data, tensor and pipeline, with each ZeRO stage that means something.
+    """Every way to divide the ranks among data, tensor and pipeline, with each ZeRO stage that has an effect.
 
-    Left out: context and expert (this version does not train them), ZeRO where there is one data rank (nothing to part
-    over), and, unless asked for, ZeRO over fewer than all data ranks.
+    Left out: context and expert (this version does not train them), ZeRO with a single data rank (nothing to shard
+    over), and, unless ``with_hsdp``, ZeRO over fewer than all data ranks.
     """
     for tensor in divisors(num_ranks):
         for pipeline in divisors(num_ranks // tensor):
@@ -115,7 +115,7 @@ def candidate_layouts(num_ranks: int, *, schedule: str = "1f1b", with_hsdp: bool
 
 @dataclass(frozen=True, slots=True)
 class RefusedLayouts:
-    """How many layouts one axis rules out, and a reason for example."""
+    """How many layouts one axis rules out, and an example of a reason."""
 
     axis: str
     count: int
@@ -133,7 +133,7 @@ class LayoutSearch:
 
 
 def filter_legal(layouts: Iterable[Layout], demands: LayoutConstraints) -> LayoutSearch:
-    """Legal ones apart from the others, which are counted under their first obstacle."""
+    """Separates legal layouts from the others, which are counted by their first problem."""
     legal, refused = [], dict[str, list[Problem]]()
     for layout in layouts:
         problems = legal_problems(layout, demands)
@@ -150,8 +150,11 @@ def layout_cost(subject: PlanningJob, layout: Layout) -> LayoutCost:
 
 
 class LayoutCostModel:
-    """Costs of many layouts of one job. What layouts have in common is computed once, and so is what ranks have in
-    common: between its ends a pipeline has few kinds of them."""
+    """Computes the costs of many layouts of one job.
+
+    What layouts have in common is computed once, and so is what ranks have in common: between its ends, a pipeline has
+    few kinds of ranks.
+    """
 
     def __init__(self, subject: PlanningJob) -> None:
         self._subject = subject
@@ -208,7 +211,7 @@ class LayoutCostModel:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A pipeline's stages by rank, a key that equal ranks share, and the weights of which several hold a copy."""
+    """A pipeline's stages by rank, a key that equal ranks share, and the weights that several ranks hold."""
 
     stages: tuple[tuple[StageUnits, ...], ...]
     kinds: tuple[Hashable, ...]
@@ -216,7 +219,7 @@ class _Cut:
 
 
 def _kind(stages: Sequence[StageUnits], layout: Layout) -> Hashable:
-    """Equal for ranks that hold and send the same. The two ends of the pipeline have neighbours on one side alone."""
+    """Equal for ranks that hold and send the same. The two ends of the pipeline have a neighbour on one side only."""
     ends = (0, layout.num_stages - 1)
     return tuple((stage.number in ends, tuple(map(_signature, stage.units))) for stage in stages)
 

@@ -1,8 +1,8 @@
-"""What does a layout look like? One picture: the mesh of ranks, and below it the pipeline's schedule.
+"""Draws a layout as one picture: the mesh of ranks, and below it the pipeline's schedule.
 
-Ranks of one colour compute with the same weights: the hue is the pipeline rank, the lightness the tensor rank; a stripe
-at a cell's edge is the shard of the state that it keeps. Invariant: matplotlib is imported when a picture is drawn and
-not before, and a mesh too large to be legible says what it leaves out.
+Ranks of one colour compute with the same weights: the hue is the pipeline rank, the lightness the tensor rank; the
+stripe at a cell's edge is the shard of the state that the rank keeps. Invariant: matplotlib is imported only when a
+picture is drawn, and the picture of a mesh too large to be legible says what it leaves out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MOST_PANELS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Sizes in inches: panels of cells, so many in a row."""
+    """Sizes in inches: panels of cells, in one or more rows."""
 
     num_panels: int
     num_rows: int
     """Of cells in a panel."""
     num_columns: int
     num_stages: int
-    """A panel's, each with a line of its own."""
+    """Of a panel; each has a line of its own."""
 
     cell = (0.52, 0.36)
     top = 0.82
@@ -58,12 +58,12 @@ class _Frame:
 
     @property
     def panel_top(self) -> float:
-        """Room for the words above the cells."""
+        """Space for the text above the cells."""
         return 0.78 + self.line * self.num_stages
 
     @property
     def across(self) -> int:
-        """Panels beside each other."""
+        """Panels in a row."""
         fitting = int((self.widest - self.left) // (self.panel[0] + self.gap))
         return max(1, min(self.num_panels, fitting))
 
@@ -90,7 +90,7 @@ def draw_layout(cost: LayoutCost, path: Path) -> Path:
         with TemporaryDirectory() as folder:
             drawn = draw_schedule(laid, Path(folder) / "schedule.png", f"schedule {cost.layout.schedule}")
             bands.append((imread(drawn)[..., :3] * 255).astype("uint8"))
-    # Replaced whole: a viewer that has the picture open never sees half of one.
+    # Replaced atomically: a viewer that has the picture open never sees half of one.
     unfinished = path.with_name(f".{path.name}")
     imsave(unfinished, _stacked(bands), dpi=_DPI, format="png")
     return unfinished.replace(path)

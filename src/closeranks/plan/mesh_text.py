@@ -1,7 +1,7 @@
-"""Which rank stands where and holds what, as text?
+"""Describes a mesh as text: the position of each rank, and what it holds.
 
-Invariant: a mesh that fits a screen is written out; of a larger one the first ranks are, and how many are left out is
-said.
+Invariant: a mesh that fits on a screen is written out; of a larger one, the first ranks are, with the number of those
+that are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _more(count: int, noun: str) -> str:
 
 
 def group_lines(layout: Layout) -> Iterator[str]:
-    """Who meets whom on each axis."""
+    """The process groups of each axis."""
     mesh = Mesh(layout)
     for axis, size in zip(("pipeline", "replica", "shard", "tensor"), mesh.sizes, strict=True):
         if size > 1:

@@ -1,8 +1,8 @@
-"""How should a given job save: how often, to where, at what price, and what would other habits cost it?
+"""Computes how a given job should save: how often, where to, at what cost, and what other strategies would cost.
 
-Pure: a situation in, a policy out; ``cli`` prints it and ``policy_picture`` draws it. The model is that of
-facts.intervals, facts.levels and facts.contention. Invariant: every alternative is judged in the same situation by the
-same formulas, and the policy's table holds only keys that a job file knows.
+Pure: a scenario in, a policy out; ``cli`` prints it and ``policy_picture`` draws it. The model is that of
+``facts.checkpoint_policy``. Invariant: every alternative is judged in the same scenario by the same formulas, and the
+policy's table contains only keys of a job file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from closeranks.facts.durations import duration_literal, format_duration
 HOUR_S = 3600.0
 LOCAL, STORE, DISK = "local disk", "store", "disk"
 AUTO_MOST_S = 1800.0
-"""What ``every = "auto"`` stays below; a longer interval is written out."""
+"""The longest interval of ``every = "auto"``; a longer one is written out."""
 COMPARED_JOBS = (1, 4, 16, 64)
 NOTICES_S = (30.0, 120.0)
-"""Warning that preemptible machines get before they go, at two large clouds."""
+"""Warning that preemptible machines get before they are stopped, at two large clouds."""
 _QUARTER_S = 900.0
 _TIMEOUT_S = 600.0
-"""The default of ``timeout_s``: it stays where four saves would fit into it."""
+"""The default of ``timeout_s``, which is kept if four saves fit into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +41,25 @@ class CheckpointScenario:
     """A job and the machines it runs on."""
 
     mtbf_s: float = 3 * HOUR_S
-    """Between failures of any kind."""
+    """Mean time between failures of any kind."""
     length_s: float = 24 * HOUR_S
     """Work to be done."""
     step_s: float = 1.0
     state_bytes: float = 14e9
     stall_s: float = 0.05
-    """Training stands so long for each save."""
+    """How long a save stalls training."""
     durable_s: float = 14 / 1.5
-    """Until a save counts in the nearest place."""
+    """Until a save is durable in the nearest place."""
     restart_s: float = 60.0
-    """From a failure until training goes on: noticing, starting, loading."""
+    """From a failure until training resumes: detecting it, starting, loading."""
     remote_bytes_per_s: float = 0.5e9
-    """Of the store that outlives machines, alone; 0: the job has one place only."""
+    """Bandwidth for one job of the store that outlives machines; 0: the job saves to one place only."""
     num_jobs: int = 1
-    """Like this one, sharing the store (or the one place there is)."""
+    """Number of such jobs that share the store (or the only place there is)."""
     machine_loss: float = 0.25
     """Share of failures after which the local disk is gone."""
     drag: float = 0.01
-    """How much slower training runs while bytes move, as a share."""
+    """Share of its speed that training loses while a save is written."""
     price: float = 0.023
     """Per GB and month."""
     keep_last: int = 3
@@ -71,28 +71,28 @@ class CheckpointScenario:
 
     @property
     def transfer_s(self) -> float:
-        """One save to the shared place, alone on it."""
+        """Duration of one save to the shared place, without other jobs."""
         return self.state_bytes / self.remote_bytes_per_s if self.has_store else self.durable_s
 
 
 @dataclass(frozen=True, slots=True)
 class SaveStrategy:
-    """A way to save, and what comes of it."""
+    """A way to save, and what it costs."""
 
     name: str
     period_s: float
-    """Work between saves; infinite: none."""
+    """Work between saves; infinite: no saves."""
     waste: float
     lost_s: float
-    """Worked again per failure."""
+    """Work redone per failure."""
     takes_s: float
-    """The whole job on the clock, as expected; infinite where it never ends."""
+    """Expected wall-clock time of the whole job; infinite if it never ends."""
     num_saves: float
 
 
 @dataclass(frozen=True, slots=True)
 class ContentionEstimate:
-    """What so many jobs on one store come to."""
+    """What it costs if this many jobs share one store."""
 
     num_jobs: int
     period_s: float
@@ -106,7 +106,7 @@ class ContentionEstimate:
 
 @dataclass(frozen=True, slots=True)
 class StorageCost:
-    """What one place is given to write and to keep over the job."""
+    """What is written to one place and kept there over the job."""
 
     name: str
     num_saves: float
@@ -123,15 +123,15 @@ class CheckpointPolicy:
     situation: CheckpointScenario
     nesting: MultilevelSchedule
     lost_s: float
-    """Worked again per failure, over all kinds."""
+    """Work redone per failure, over all kinds of failures."""
     habits: tuple[SaveStrategy, ...]
     """The recommended one last."""
     storage: tuple[StorageCost, ...]
     crowds: tuple[ContentionEstimate, ...]
     ages: tuple[AgeInterval, ...]
-    """Empty where machines are not preemptible."""
+    """Empty if machines are not preemptible."""
     age_gain: float
-    """Share of the overhead of saving and redoing that following the machines' age would spare."""
+    """Share of the cost of saving and redoing that adapting to the machines' age would save."""
 
     @property
     def waste(self) -> float:
@@ -155,7 +155,7 @@ def policy_for(situation: CheckpointScenario) -> CheckpointPolicy:
 
 
 def checkpoint_levels(situation: CheckpointScenario, store_s: float | None = None) -> list[CheckpointLevel]:
-    """The places of a job, nearest first; ``store_s``: how long the shared one takes for a save, if not alone."""
+    """The places of a job, nearest first; ``store_s``: duration of a save to the shared one, if not alone."""
     transfer_s, num_jobs = situation.transfer_s, situation.num_jobs
     taken_s = transfer_s if store_s is None else store_s
     shared = CheckpointLevel(
@@ -176,12 +176,12 @@ def checkpoint_levels(situation: CheckpointScenario, store_s: float | None = Non
         durable_s=situation.durable_s,
         restart_s=situation.restart_s,
     )
-    # The store is filled from the local disk's finished file.
+    # The store is written from the finished file on the local disk.
     return [local, replace(shared, durable_s=situation.durable_s + taken_s)]
 
 
 def multilevel_schedule_for(situation: CheckpointScenario) -> MultilevelSchedule:
-    """How long a crowded store takes depends on how often it is used, and the other way round: settled in two turns."""
+    """The duration of a save to a shared store and the interval depend on each other: solved in two iterations."""
     last = checkpoint_levels(situation)[-1]
     period_s = max(daly_period_s(last.mtbf_s, last.stall_s), last.least_s)
     for _ in range(2):
@@ -192,7 +192,7 @@ def multilevel_schedule_for(situation: CheckpointScenario) -> MultilevelSchedule
 
 
 def single_level(situation: CheckpointScenario, *, is_blocking: bool) -> CheckpointLevel:
-    """One place that outlives every failure, and nothing else: what a job has that saves in one way only."""
+    """The only place of a job that saves to a single one, which outlives every failure."""
     level, transfer_s = checkpoint_levels(situation)[-1], situation.transfer_s
     stall_s = transfer_s if is_blocking else situation.stall_s + level.stall_s
     period_s = max(daly_period_s(situation.mtbf_s, stall_s), level.least_s)
@@ -268,7 +268,7 @@ def _crowd(situation: CheckpointScenario, num_jobs: int) -> ContentionEstimate:
 
 
 def _aligned(nesting: MultilevelSchedule, sharing: SharedStorage) -> MultilevelSchedule:
-    """The same saves, by jobs that all make them at the same instant."""
+    """The same schedule, if all jobs save at the same instant."""
     *lower, far = nesting.placed
     late_s = sharing.aligned_s - sharing.random_s
     return replace(

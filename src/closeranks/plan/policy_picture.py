@@ -1,8 +1,9 @@
-"""What does saving more or less often come to? One picture of a policy.
+"""Draws a checkpoint policy as one picture: what it costs to save more or less often.
 
 Left: the share of time lost against the interval, for three ways to save, each with its best interval marked. Right:
-what many jobs on one store do to it, and how the danger to a preemptible machine changes with its age. Invariant: the
-curves are the formulas of the policy at every point, and matplotlib is imported when a picture is drawn and not before.
+the effect of many jobs that share one store, and how the hazard of a preemptible machine changes with its age.
+Invariant: the curves follow the formulas of the policy at every point, and matplotlib is imported only when a picture
+is drawn.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _BLOCKING, _QUIETLY, _NESTED = "#c2601a", "#2b6cb0", "#2f7d5b"
 _TICKS_S = (1, 10, 60, 600, 3600, 6 * 3600, 48 * 3600, 480 * 3600)
 _NUM_POINTS = 240
 _BEYOND = 20
-"""The axis goes on to so many times the best interval, so that there is room to name it."""
+"""The axis extends to this multiple of the best interval, so that there is room for its label."""
 _DPI = 130
 _MOST_JOBS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class WasteCurve:
-    """Share of time lost over intervals, and where it is least."""
+    """The share of time lost by interval, and where it is least."""
 
     name: str
     color: str
@@ -50,7 +51,7 @@ class WasteCurve:
 
 
 def waste_curves(policy: CheckpointPolicy) -> tuple[WasteCurve, ...]:
-    """Blocking and asynchronous saves to the place that outlives all failures, and the nesting if there are two."""
+    """Blocking and asynchronous saves to the place that outlives all failures; with two places, also both levels."""
     situation = policy.situation
     blocking, quiet = (single_level(situation, is_blocking=is_blocking) for is_blocking in (True, False))
     longest_s = max(6 * HOUR_S, *(_BEYOND * best_period_s(level) for level in (blocking, quiet)))
@@ -69,7 +70,7 @@ def waste_curves(policy: CheckpointPolicy) -> tuple[WasteCurve, ...]:
 
 
 def _between(first: float, last: float, num: int) -> tuple[float, ...]:
-    """Evenly on a logarithmic scale."""
+    """Evenly spaced on a logarithmic scale."""
     return tuple(first * (last / first) ** (place / (num - 1)) for place in range(num))
 
 
@@ -145,7 +146,7 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
 
 
 def _label_places(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
-    """Beside the marks, in points: the worst above its curve, the best below, so that no two meet."""
+    """Offsets from the marks, in points: the worst above its curve, the best below, so that no two overlap."""
     order = sorted(range(len(curves)), key=lambda place: -curves[place].best_waste)
     places = {order[0]: (0.0, 34.0), order[-1]: (0.0, -34.0)}
     for place in order[1:-1]:
@@ -154,7 +155,7 @@ def _label_places(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
 
 
 def _draw_crowd(axes: Any, policy: CheckpointPolicy) -> None:
-    """Until a save is in the store, over how many jobs share it, and the interval that this leaves."""
+    """How long a save to the store takes, by the number of jobs that share it, and the interval between saves."""
     situation = policy.situation
     counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
     periods_s = [multilevel_schedule_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]

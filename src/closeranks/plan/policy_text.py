@@ -1,7 +1,7 @@
-"""How is a policy told in words and rows?
+"""Formats a checkpoint policy as sentences and table rows.
 
-Pure: a policy in, sentences and cells out; ``cli`` draws them. Invariant: no figure without the unit or the column that
-says what it counts, and no assumption that is not said.
+Pure: a policy in, sentences and cells out; ``cli`` prints them. Invariant: every figure has a unit or a column that
+says what it counts, and every assumption is stated.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def footer(policy: CheckpointPolicy) -> str:
 
 
 def _notice(policy: CheckpointPolicy) -> str:
-    """Whether a last save is through before a machine that was given notice is gone."""
+    """Whether a last save finishes before a machine that was given notice is stopped."""
     last_s = policy.nesting.placed[-1].level.durable_s
     place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
     fits = [notice_s for notice_s in NOTICES_S if last_s <= notice_s]

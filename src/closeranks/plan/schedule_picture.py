@@ -1,7 +1,7 @@
-"""What does a pipeline schedule look like? A picture of who does what when, and the same as text for a terminal.
+"""Draws the timeline of a pipeline schedule, as a picture and as text for a terminal.
 
-One row per rank: what it computes, where it waits, how much it holds. Invariant: both show the timeline as it was
-given, and matplotlib is imported when a picture is drawn and not before.
+One row per rank: what it computes, where it waits, how much it holds. Invariant: both show the timeline as given, and
+matplotlib is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _COLORS: dict[ActionKind, tuple[str, str]] = {
     "I": ("#b83f5e", "#f3b6c4"),
     "W": ("#2f7d5b", "#aadcc3"),
 }
-"""Of each kind on a rank's first stage, and on its second."""
+"""The colours of each kind on a rank's first stage and on its second."""
 
 _TEXT = ("white", _INK)
 
 _SMALLEST = 4.5
-"""Points; a smaller number is left out."""
+"""Font size in points; numbers that would be smaller are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Frame:
         return self.left + self.width + self.right, self.top + self.row * self.num_ranks + self.bottom
 
     def box(self, left: float, width: float) -> tuple[float, float, float, float]:
-        """A part of the band of rows, as shares of the figure; ``left`` counts from the band's own left."""
+        """A part of the area of rows, as fractions of the figure; ``left`` counts from the left of that area."""
         across, down = self.total
         height = self.row * self.num_ranks
         return (self.left + left) / across, self.bottom / down, width / across, height / down
@@ -124,12 +124,12 @@ def _shade(timeline: Timeline, rank: int, span: ActionSpan) -> int:
 
 
 def _number_size(span: ActionSpan, num_digits: int, unit: float, height: float) -> float:
-    """How large a number may be in its box; ``unit`` and ``height`` are points per time and per row."""
+    """Font size of a number in its box; ``unit`` and ``height`` are points per unit of time and per row."""
     return min(9.0, 0.66 * height, 0.8 * unit * (span.end - span.start) / (0.62 * num_digits))
 
 
 def _draw_bars(axes: Any, values: Sequence[float], title: str, form: str, full: float) -> None:
-    """A bar and a figure per rank; ``full`` is as long as a bar gets."""
+    """A bar and a figure per rank; ``full`` is the value of a full bar."""
     positions = range(len(values))
     axes.barh(positions, [full] * len(values), height=0.5, color=_IDLE, linewidth=0)
     axes.barh(positions, values, height=0.5, color=_BAR, linewidth=0)
@@ -186,9 +186,9 @@ def _swatches(timeline: Timeline) -> list[Any]:
 
 
 def schedule_text(timeline: Timeline, width: int = 160) -> str:
-    """The picture in letters: ``F3`` is a forward of micro-batch 3, small letters a rank's second stage, dots a wait.
+    """The picture as text: ``F3`` is the forward of micro-batch 3, lower case a rank's second stage, dots a wait.
 
-    Where ``width`` columns do not hold the numbers they are left out, and what is longer still is cut off.
+    If ``width`` columns are too few for the numbers, these are left out, and a row that is still too long is cut off.
     """
     schedule, makespan = timeline.schedule, timeline.makespan
     unit = min(span.end - span.start for spans in timeline.ranks for span in spans)
