@@ -60,23 +60,23 @@ def canonical_layout(layout: Layout) -> Layout:
     return replace(layout, zero=zero, shard=shard, schedule=layout.schedule if layout.pipeline > 1 else "1f1b")
 
 
-def table_row(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
+def table_row(cost: LayoutCost, byte_unit: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
     """One row, in the order of ``COLUMNS``."""
     full, busy = cost.fullest, cost.busiest
     state = full.state
-    kept = scale.text(full.activation_bytes) if knows_activations else _UNKNOWN
-    held = [*map(scale.text, (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)), kept]
-    sent = [scale.text(busy.sent_on(*axes)) for axes in (DATA_AXES, ("tensor",), ("pipeline",))]
+    kept = byte_unit.text(full.activation_bytes) if knows_activations else _UNKNOWN
+    held = [*map(byte_unit.text, (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)), kept]
+    sent = [byte_unit.text(busy.sent_on(*axes)) for axes in (DATA_AXES, ("tensor",), ("pipeline",))]
     bubble = f"{100 * cost.occupancy.bubble:.1f}%" if cost.layout.pipeline > 1 else "-"
-    return str(cost.layout), *held, scale.text(full.total_bytes), bubble, *sent
+    return str(cost.layout), *held, byte_unit.text(full.total_bytes), bubble, *sent
 
 
-def brief_table_row(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
+def brief_table_row(cost: LayoutCost, byte_unit: ByteUnit, *, knows_activations: bool) -> tuple[str, ...]:
     """One row, in the order of ``BRIEF``."""
-    name, *_, buffers, kept, total, bubble, _, _, _ = table_row(cost, scale, knows_activations=knows_activations)
+    name, *_, buffers, kept, total, bubble, _, _, _ = table_row(cost, byte_unit, knows_activations=knows_activations)
     state = cost.fullest.state
-    held = scale.text(state.parameters + state.gradients + state.optimizer)
-    return name, held, buffers, kept, total, bubble, scale.text(cost.busiest.sent_bytes)
+    held = byte_unit.text(state.parameters + state.gradients + state.optimizer)
+    return name, held, buffers, kept, total, bubble, byte_unit.text(cost.busiest.sent_bytes)
 
 
 def refused_text(found: LayoutSearch) -> str:

@@ -67,8 +67,8 @@ class RankCost:
     @property
     def total_bytes(self) -> int:
         """At the peak. In a step of one micro-batch, gradients appear as activations are freed: never both in full."""
-        never = min(self.state.gradients, self.activation_bytes) if self.num_micro == 1 else 0
-        return self.state.total + self.activation_bytes - never
+        never_held = min(self.state.gradients, self.activation_bytes) if self.num_micro == 1 else 0
+        return self.state.total + self.activation_bytes - never_held
 
     @property
     def sent_bytes(self) -> int:
@@ -132,11 +132,11 @@ class LayoutSearch:
         return sum(refusal.count for refusal in self.refused)
 
 
-def filter_legal(layouts: Iterable[Layout], demands: LayoutConstraints) -> LayoutSearch:
+def filter_legal(layouts: Iterable[Layout], constraints: LayoutConstraints) -> LayoutSearch:
     """Separates legal layouts from the others, which are counted by their first problem."""
     legal, refused = [], dict[str, list[Problem]]()
     for layout in layouts:
-        problems = legal_problems(layout, demands)
+        problems = legal_problems(layout, constraints)
         if problems:
             refused.setdefault(problems[0].place.removeprefix("layout."), []).append(problems[0])
         else:
@@ -145,8 +145,8 @@ def filter_legal(layouts: Iterable[Layout], demands: LayoutConstraints) -> Layou
     return LayoutSearch(tuple(legal), tuple(RefusedLayouts(axis, len(found), found[0]) for axis, found in ranked))
 
 
-def layout_cost(subject: PlanningJob, layout: Layout) -> LayoutCost:
-    return LayoutCostModel(subject).cost(layout)
+def layout_cost(job: PlanningJob, layout: Layout) -> LayoutCost:
+    return LayoutCostModel(job).cost(layout)
 
 
 class LayoutCostModel:
@@ -156,61 +156,66 @@ class LayoutCostModel:
     few kinds of ranks.
     """
 
-    def __init__(self, subject: PlanningJob) -> None:
-        self._subject = subject
-        self._cuts: dict[tuple[int, str], _Cut] = {}
-        self._shares: dict[Hashable, RankParameters] = {}
-        self._passed: dict[Hashable, tuple[LlamaStage, ...]] = {}
+    def __init__(self, job: PlanningJob) -> None:
+        self._job = job
+        self._assignments: dict[tuple[int, str], _StageAssignment] = {}
+        self._parameters: dict[Hashable, RankParameters] = {}
+        self._llama_stages: dict[Hashable, tuple[LlamaStage, ...]] = {}
 
     def cost(self, layout: Layout) -> LayoutCost:
-        subject, cut = self._subject, self._cut(layout)
-        num_micro = subject.num_micro(layout)
-        terms = replace(subject.cost_settings, num_micro=num_micro)
-        waits = layout_occupancy(layout, num_micro)
+        job, assignment = self._job, self._assignment(layout)
+        num_micro = job.num_micro(layout)
+        settings = replace(job.cost_settings, num_micro=num_micro)
+        occupancy = layout_occupancy(layout, num_micro)
         states: dict[Hashable, tuple[RankMemory, tuple[CollectiveVolume, ...]]] = {}
         ranks = []
-        for coordinate, (stages, kind) in enumerate(zip(cut.stages, cut.kinds, strict=True)):
+        for coordinate, (stages, kind) in enumerate(zip(assignment.stages, assignment.kinds, strict=True)):
             if kind not in states:
-                share = self._share(stages, kind, cut.shared, layout)
-                states[kind] = rank_memory(share, layout, terms), comm_volumes(share, layout, terms, _flow(subject))
-            kept = self._activations(stages, kind, layout, waits.in_flight[coordinate])
-            ranks.append(RankCost(coordinate, stages, states[kind][0], kept, states[kind][1], num_micro))
-        return LayoutCost(layout, num_micro, waits, tuple(ranks))
+                parameters = self._rank_parameters(stages, kind, assignment.shared, layout)
+                states[kind] = (
+                    rank_memory(parameters, layout, settings),
+                    comm_volumes(parameters, layout, settings, _activation_traffic(job)),
+                )
+            activations = self._activations(stages, kind, layout, occupancy.in_flight[coordinate])
+            ranks.append(RankCost(coordinate, stages, states[kind][0], activations, states[kind][1], num_micro))
+        return LayoutCost(layout, num_micro, occupancy, tuple(ranks))
 
-    def _cut(self, layout: Layout) -> _Cut:
+    def _assignment(self, layout: Layout) -> _StageAssignment:
         key = (layout.pipeline, layout.schedule)
-        if key not in self._cuts:
-            stages = stages_per_rank(self._subject.structure, layout)
+        if key not in self._assignments:
+            stages = stages_per_rank(self._job.structure, layout)
             kinds = tuple(_kind(own, layout) for own in stages)
-            self._cuts[key] = _Cut(stages, kinds, tied_across_ranks(stages))
-        return self._cuts[key]
+            self._assignments[key] = _StageAssignment(stages, kinds, tied_across_ranks(stages))
+        return self._assignments[key]
 
-    def _share(
+    def _rank_parameters(
         self, stages: tuple[StageUnits, ...], kind: Hashable, shared: Collection[str], layout: Layout
     ) -> RankParameters:
         num_shards = Mesh(layout).sizes[2] if layout.zero else 0
         key = (kind, layout.tensor, layout.zero == 3, layout.data == 1, num_shards)
-        if key not in self._shares:
-            self._shares[key] = rank_parameters(stages, shared, layout, self._subject.cost_settings)
-        return self._shares[key]
+        if key not in self._parameters:
+            self._parameters[key] = rank_parameters(stages, shared, layout, self._job.cost_settings)
+        return self._parameters[key]
 
     def _activations(
         self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
     ) -> tuple[NamedBytes, ...]:
-        llama, passage = self._subject.llama, self._subject.activation_settings
-        if llama is None or passage is None:
+        llama, settings = self._job.llama, self._job.activation_settings
+        if llama is None or settings is None:
             return ()
         key = (kind, layout.tensor)
-        if key not in self._passed:
-            self._passed[key] = tuple(_llama_stage(stage, layout) for stage in stages)
-        passage = replace(passage, tensor=layout.tensor)
+        if key not in self._llama_stages:
+            self._llama_stages[key] = tuple(_llama_stage(stage, layout) for stage in stages)
+        settings = replace(settings, tensor=layout.tensor)
         counts = (in_flight[stage.number] for stage in stages)
-        passed = [replace(stage, in_flight=count) for stage, count in zip(self._passed[key], counts, strict=True)]
-        return activation_memory(llama, passage, passed, is_pipeline=layout.pipeline > 1)
+        llama_stages = [
+            replace(stage, in_flight=count) for stage, count in zip(self._llama_stages[key], counts, strict=True)
+        ]
+        return activation_memory(llama, settings, llama_stages, is_pipeline=layout.pipeline > 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _StageAssignment:
     """A pipeline's stages by rank, a key that equal ranks share, and the weights that several ranks hold."""
 
     stages: tuple[tuple[StageUnits, ...], ...]
@@ -228,12 +233,12 @@ def _signature(unit: ModelUnit) -> Hashable:
     return unit.is_block, tuple((weight.shape, weight.dim) for weight in unit.weights)
 
 
-def _flow(subject: PlanningJob) -> ActivationTraffic | None:
-    if subject.llama is None or subject.activation_settings is None:
+def _activation_traffic(job: PlanningJob) -> ActivationTraffic | None:
+    if job.llama is None or job.activation_settings is None:
         return None
-    passage = subject.activation_settings
+    settings = job.activation_settings
     return ActivationTraffic(
-        passage.num_tokens, subject.llama.dim, passage.precision, passage.recompute, tuple(passage.keep)
+        settings.num_tokens, job.llama.dim, settings.precision, settings.recompute, tuple(settings.keep)
     )
 
 

@@ -26,9 +26,9 @@ _DPI = 160
 _HUES = (0.585, 0.075, 0.41, 0.94, 0.74, 0.14, 0.5, 0.02)
 """Blue, orange, green, rose, violet, ochre, teal, red: neighbours on the pipeline differ most."""
 
-_MOST_ROWS = 32
-_MOST_COLUMNS = 16
-_MOST_PANELS = 32
+_MAX_ROWS = 32
+_MAX_COLUMNS = 16
+_MAX_PANELS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ def draw_layout(cost: LayoutCost, path: Path) -> Path:
 
     bands = [_mesh_pixels(cost)]
     if cost.layout.pipeline > 1:
-        laid = timeline(schedule_for(cost.layout.schedule, cost.layout.pipeline, cost.num_micro))
+        drawn_timeline = timeline(schedule_for(cost.layout.schedule, cost.layout.pipeline, cost.num_micro))
         with TemporaryDirectory() as folder:
-            drawn = draw_schedule(laid, Path(folder) / "schedule.png", f"schedule {cost.layout.schedule}")
+            drawn = draw_schedule(drawn_timeline, Path(folder) / "schedule.png", f"schedule {cost.layout.schedule}")
             bands.append((imread(drawn)[..., :3] * 255).astype("uint8"))
     # Replaced atomically: a viewer that has the picture open never sees half of one.
     unfinished = path.with_name(f".{path.name}")
@@ -111,19 +111,19 @@ def _mesh_pixels(cost: LayoutCost) -> Any:
     from matplotlib.figure import Figure
 
     _, replicas, shards, tensors = Mesh(cost.layout).sizes
-    panels = cost.ranks[:_MOST_PANELS]
-    frame = _Frame(len(panels), min(replicas * shards, _MOST_ROWS), min(tensors, _MOST_COLUMNS), len(panels[0].stages))
+    panels = cost.ranks[:_MAX_PANELS]
+    frame = _Frame(len(panels), min(replicas * shards, _MAX_ROWS), min(tensors, _MAX_COLUMNS), len(panels[0].stages))
     figure = Figure(figsize=frame.total, dpi=_DPI, facecolor="white")
     canvas: Any = FigureCanvasAgg(figure)
-    scale = byte_unit_for([cost])
+    byte_unit = byte_unit_for([cost])
     for number, rank in enumerate(panels):
-        _draw_panel(figure, frame, number, cost, rank, scale)
-    _draw_words(figure, frame, cost)
+        _draw_panel(figure, frame, number, cost, rank, byte_unit)
+    _draw_text(figure, frame, cost)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _draw_panel(figure: Any, frame: _Frame, number: int, cost: LayoutCost, rank: RankCost, scale: ByteUnit) -> None:
+def _draw_panel(figure: Any, frame: _Frame, number: int, cost: LayoutCost, rank: RankCost, byte_unit: ByteUnit) -> None:
     mesh, (width, height) = Mesh(cost.layout), frame.total
     _, _, shards, tensors = mesh.sizes
     left, top = frame.corner(number)
@@ -135,20 +135,20 @@ def _draw_panel(figure: Any, frame: _Frame, number: int, cost: LayoutCost, rank:
     for row in range(frame.num_rows):
         replica, shard = divmod(row, shards)
         for tensor in range(frame.num_columns):
-            place = MeshCoordinate(rank.pipeline, replica, shard, tensor)
+            coordinate = MeshCoordinate(rank.pipeline, replica, shard, tensor)
             stripe = shard / max(1, shards - 1) if shards > 1 else None
-            _draw_cell(axes, row, tensor, mesh.rank_of(place), _color(place, tensors), stripe)
+            _draw_cell(axes, row, tensor, mesh.rank_of(coordinate), _color(coordinate, tensors), stripe)
         if row and shard == 0 and shards > 1:
             axes.plot([0, frame.num_columns], [row, row], color=_INK, linewidth=1.2, solid_capstyle="butt")
     _draw_labels(axes, frame, mesh, is_leftmost=number % frame.across == 0)
-    _draw_title(figure, frame, (left, top), rank, scale)
+    _draw_title(figure, frame, (left, top), rank, byte_unit)
 
 
-def _color(place: MeshCoordinate, tensors: int) -> tuple[float, float, float]:
+def _color(coordinate: MeshCoordinate, tensors: int) -> tuple[float, float, float]:
     from colorsys import hls_to_rgb
 
-    share = place.tensor / max(1, tensors - 1) if tensors > 1 else 0.3
-    return hls_to_rgb(_HUES[place.pipeline % len(_HUES)], 0.48 + 0.33 * share, 0.55)
+    share = coordinate.tensor / max(1, tensors - 1) if tensors > 1 else 0.3
+    return hls_to_rgb(_HUES[coordinate.pipeline % len(_HUES)], 0.48 + 0.33 * share, 0.55)
 
 
 def _draw_cell(axes: Any, row: int, column: int, rank: int, color: tuple[float, ...], stripe: float | None) -> None:
@@ -186,32 +186,32 @@ def _draw_labels(axes: Any, frame: _Frame, mesh: Mesh, *, is_leftmost: bool) -> 
         axes.text(0, frame.num_rows + 0.15, f"and {note}", fontsize=7.5, color=_QUIET, ha="left", va="top")
 
 
-def _draw_title(figure: Any, frame: _Frame, corner: tuple[float, float], rank: RankCost, scale: ByteUnit) -> None:
+def _draw_title(figure: Any, frame: _Frame, corner: tuple[float, float], rank: RankCost, byte_unit: ByteUnit) -> None:
     (width, height), (left, top) = frame.total, corner
     room = int((frame.panel[0] + frame.gap) / 0.062)
     stages = [f"stage {stage.number}: {unit_names(stage.units).replace('model.', '')}" for stage in rank.stages]
-    quiet = [*(_cut(text, room) for text in stages), f"{scale.text(rank.total_bytes)} {scale.name} a rank"]
-    above = 0.3 + frame.line * len(quiet)
+    lines = [*(_truncate(text, room) for text in stages), f"{byte_unit.text(rank.total_bytes)} {byte_unit.name} a rank"]
+    above = 0.3 + frame.line * len(lines)
     x = left / width
     figure.text(x, 1 - (top - above) / height, f"pipeline {rank.pipeline}", fontsize=10, color=_INK, fontweight="bold")
-    for number, text in enumerate(quiet):
+    for number, text in enumerate(lines):
         y = 1 - (top - above + frame.line * (number + 1)) / height
         figure.text(x, y, text, fontsize=7.5, color=_QUIET)
 
 
-def _cut(text: str, room: int) -> str:
+def _truncate(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 3] + "..."
 
 
-def _draw_words(figure: Any, frame: _Frame, cost: LayoutCost) -> None:
+def _draw_text(figure: Any, frame: _Frame, cost: LayoutCost) -> None:
     width, height = frame.total
     layout = cost.layout
     left = 0.35 / width
     figure.text(left, 1 - 0.3 / height, str(layout), fontsize=15, fontweight="bold", color=_INK, va="center")
     facts = [f"{layout.num_ranks} ranks", f"{cost.num_micro} micro-batches a step on each data rank"]
     facts.append("state is counted, activations are estimated")
-    if len(cost.ranks) > _MOST_PANELS:
-        facts.append(f"{len(cost.ranks) - _MOST_PANELS} more pipeline ranks are not drawn")
+    if len(cost.ranks) > _MAX_PANELS:
+        facts.append(f"{len(cost.ranks) - _MAX_PANELS} more pipeline ranks are not drawn")
     figure.text(left, 1 - 0.58 / height, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
     words = "one colour: computes with the same weights"
     if layout.tensor > 1:

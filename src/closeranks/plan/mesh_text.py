@@ -15,8 +15,8 @@ from closeranks.facts.shapes.model_structure import ModelUnit
 from closeranks.plan.layout_text import ByteUnit
 from closeranks.plan.layouts import LayoutCost
 
-_MOST = 12
-_MOST_ROWS = 48
+_MAX_SHOWN = 12
+_MAX_ROWS = 48
 """Of all grids together."""
 
 
@@ -25,17 +25,17 @@ def mesh_lines(cost: LayoutCost) -> Iterator[str]:
     mesh = Mesh(cost.layout)
     _, replicas, shards, tensors = mesh.sizes
     width = max(len(str(cost.layout.num_ranks - 1)), len(f"tensor {tensors - 1}")) + 2
-    most = max(1, min(_MOST, _MOST_ROWS // len(cost.ranks)))
+    max_rows = max(1, min(_MAX_SHOWN, _MAX_ROWS // len(cost.ranks)))
     for rank in cost.ranks:
         yield f"pipeline {rank.pipeline}   {'; '.join(map(stage_name, rank.stages))}"
-        shown = range(min(tensors, _MOST))
+        shown = range(min(tensors, _MAX_SHOWN))
         yield " " * 20 + "".join(f"{f'tensor {tensor}':>{width}}" for tensor in shown) + _more(tensors, "tensor ranks")
         rows = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
-        for replica, shard in rows[:most]:
+        for replica, shard in rows[:max_rows]:
             numbers = (mesh.rank_of(MeshCoordinate(rank.pipeline, replica, shard, tensor)) for tensor in shown)
             yield f"  {_row_name(mesh, replica, shard):<18}" + "".join(f"{number:>{width}}" for number in numbers)
-        if len(rows) > most:
-            yield f"  ... and {len(rows) - most} more data ranks"
+        if len(rows) > max_rows:
+            yield f"  ... and {len(rows) - max_rows} more data ranks"
 
 
 def _row_name(mesh: Mesh, replica: int, shard: int) -> str:
@@ -46,7 +46,7 @@ def _row_name(mesh: Mesh, replica: int, shard: int) -> str:
 
 
 def _more(count: int, noun: str) -> str:
-    return f"   ... of {count} {noun}" if count > _MOST else ""
+    return f"   ... of {count} {noun}" if count > _MAX_SHOWN else ""
 
 
 def group_lines(layout: Layout) -> Iterator[str]:
@@ -55,7 +55,7 @@ def group_lines(layout: Layout) -> Iterator[str]:
     for axis, size in zip(("pipeline", "replica", "shard", "tensor"), mesh.sizes, strict=True):
         if size > 1:
             groups = mesh.groups(axis)
-            shown = "  ".join(_ranks(group) for group in groups[:_MOST])
+            shown = "  ".join(_ranks(group) for group in groups[:_MAX_SHOWN])
             yield f"{axis:<9} {len(groups)} x {size:<4} {shown}{_more(len(groups), 'groups')}"
 
 
@@ -93,29 +93,29 @@ def _follows(before: str, name: str) -> bool:
     return parent == own and last.isdecimal() and number.isdecimal() and int(number) == int(last) + 1
 
 
-def byte_lines(cost: LayoutCost, scale: ByteUnit, *, knows_activations: bool) -> Iterator[str]:
+def byte_lines(cost: LayoutCost, byte_unit: ByteUnit, *, knows_activations: bool) -> Iterator[str]:
     """What each pipeline rank holds, then the named parts of the fullest."""
     names = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
-    yield f"{scale.name + ' a rank':<14}" + "".join(f"{name:>13}" for name in names)
+    yield f"{byte_unit.name + ' a rank':<14}" + "".join(f"{name:>13}" for name in names)
     for rank in cost.ranks:
         state = rank.state
         held = (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)
-        kept = scale.text(rank.activation_bytes) if knows_activations else "?"
-        texts = (*map(scale.text, held), kept, scale.text(rank.total_bytes))
+        kept = byte_unit.text(rank.activation_bytes) if knows_activations else "?"
+        texts = (*map(byte_unit.text, held), kept, byte_unit.text(rank.total_bytes))
         yield f"pipeline {rank.pipeline:<5}" + "".join(f"{text:>13}" for text in texts)
     full = cost.fullest
     parts = (*full.state.buffers, *full.activations)
     if parts:
         yield f"of which on pipeline {full.pipeline}, the fullest:"
         width = max(len(part.name) for part in parts)
-        yield from (f"  {part.name:<{width}}  {scale.text(part.num_bytes):>8}" for part in parts)
+        yield from (f"  {part.name:<{width}}  {byte_unit.text(part.num_bytes):>8}" for part in parts)
 
 
 def traffic_lines(cost: LayoutCost) -> Iterator[str]:
     """What the busiest rank sends in a step, a line per kind of collective."""
     busy = cost.busiest
-    scale = ByteUnit.for_largest(max((row.sent_bytes for row in busy.volumes), default=0))
-    yield f"sent per step by a rank of pipeline {busy.pipeline}, the busiest ({scale.name}):"
+    byte_unit = ByteUnit.for_largest(max((row.sent_bytes for row in busy.volumes), default=0))
+    yield f"sent per step by a rank of pipeline {busy.pipeline}, the busiest ({byte_unit.name}):"
     for row in busy.volumes:
         what = f"{row.operation} of {row.what} over {row.num_ranks} {row.axis} ranks"
-        yield f"  {what:<58} {row.calls:>7,} calls {scale.text(row.sent_bytes):>9}"
+        yield f"  {what:<58} {row.calls:>7,} calls {byte_unit.text(row.sent_bytes):>9}"

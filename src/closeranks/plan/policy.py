@@ -138,165 +138,165 @@ class CheckpointPolicy:
         return self.nesting.waste
 
 
-def policy_for(situation: CheckpointScenario) -> CheckpointPolicy:
-    nesting = multilevel_schedule_for(situation)
-    first = nesting.placed[0].level
-    ages = ages_of(situation.mtbf_s, first.stall_s, first.floor_s) if situation.is_preemptible else ()
+def policy_for(scenario: CheckpointScenario) -> CheckpointPolicy:
+    schedule = multilevel_schedule_for(scenario)
+    first = schedule.placed[0].level
+    ages = ages_of(scenario.mtbf_s, first.stall_s, first.floor_s) if scenario.is_preemptible else ()
     return CheckpointPolicy(
-        situation=situation,
-        nesting=nesting,
-        lost_s=_lost_s(nesting),
-        habits=_habits(situation, nesting),
-        storage=_storage(situation, nesting),
-        crowds=tuple(_crowd(situation, num) for num in sorted({*COMPARED_JOBS, situation.num_jobs})),
+        situation=scenario,
+        nesting=schedule,
+        lost_s=_lost_s(schedule),
+        habits=_strategies(scenario, schedule),
+        storage=_storage(scenario, schedule),
+        crowds=tuple(_contention(scenario, num_jobs) for num_jobs in sorted({*COMPARED_JOBS, scenario.num_jobs})),
         ages=ages,
         age_gain=age_gain() if ages else 0.0,
     )
 
 
-def checkpoint_levels(situation: CheckpointScenario, store_s: float | None = None) -> list[CheckpointLevel]:
+def checkpoint_levels(scenario: CheckpointScenario, store_s: float | None = None) -> list[CheckpointLevel]:
     """The places of a job, nearest first; ``store_s``: duration of a save to the shared one, if not alone."""
-    transfer_s, num_jobs = situation.transfer_s, situation.num_jobs
-    taken_s = transfer_s if store_s is None else store_s
+    transfer_s, num_jobs = scenario.transfer_s, scenario.num_jobs
+    save_s = transfer_s if store_s is None else store_s
     shared = CheckpointLevel(
-        name=STORE if situation.has_store else DISK,
-        mtbf_s=situation.mtbf_s / (situation.machine_loss if situation.has_store else 1.0),
-        stall_s=situation.drag * transfer_s,
-        durable_s=taken_s,
-        restart_s=situation.restart_s,
+        name=STORE if scenario.has_store else DISK,
+        mtbf_s=scenario.mtbf_s / (scenario.machine_loss if scenario.has_store else 1.0),
+        stall_s=scenario.drag * transfer_s,
+        durable_s=save_s,
+        restart_s=scenario.restart_s,
         least_s=contended_period_s(transfer_s, num_jobs),
     )
-    if not situation.has_store:
+    if not scenario.has_store:
         return [shared]
-    kept_share = 1 - situation.machine_loss
+    kept_share = 1 - scenario.machine_loss
     local = CheckpointLevel(
         name=LOCAL,
-        mtbf_s=situation.mtbf_s / kept_share if kept_share else math.inf,
-        stall_s=situation.drag * situation.durable_s,
-        durable_s=situation.durable_s,
-        restart_s=situation.restart_s,
+        mtbf_s=scenario.mtbf_s / kept_share if kept_share else math.inf,
+        stall_s=scenario.drag * scenario.durable_s,
+        durable_s=scenario.durable_s,
+        restart_s=scenario.restart_s,
     )
     # The store is written from the finished file on the local disk.
-    return [local, replace(shared, durable_s=situation.durable_s + taken_s)]
+    return [local, replace(shared, durable_s=scenario.durable_s + save_s)]
 
 
-def multilevel_schedule_for(situation: CheckpointScenario) -> MultilevelSchedule:
+def multilevel_schedule_for(scenario: CheckpointScenario) -> MultilevelSchedule:
     """The duration of a save to a shared store and the interval depend on each other: solved in two iterations."""
-    last = checkpoint_levels(situation)[-1]
+    last = checkpoint_levels(scenario)[-1]
     period_s = max(daly_period_s(last.mtbf_s, last.stall_s), last.least_s)
     for _ in range(2):
-        sharing = SharedStorage(situation.transfer_s, situation.num_jobs, period_s)
-        nesting = best_multilevel_schedule(checkpoint_levels(situation, sharing.random_s), copy_s=situation.stall_s)
-        period_s = nesting.placed[-1].period_s
-    return nesting
+        storage = SharedStorage(scenario.transfer_s, scenario.num_jobs, period_s)
+        schedule = best_multilevel_schedule(checkpoint_levels(scenario, storage.random_s), copy_s=scenario.stall_s)
+        period_s = schedule.placed[-1].period_s
+    return schedule
 
 
-def single_level(situation: CheckpointScenario, *, is_blocking: bool) -> CheckpointLevel:
+def single_level(scenario: CheckpointScenario, *, is_blocking: bool) -> CheckpointLevel:
     """The only place of a job that saves to a single one, which outlives every failure."""
-    level, transfer_s = checkpoint_levels(situation)[-1], situation.transfer_s
-    stall_s = transfer_s if is_blocking else situation.stall_s + level.stall_s
-    period_s = max(daly_period_s(situation.mtbf_s, stall_s), level.least_s)
-    taken_s = SharedStorage(transfer_s, situation.num_jobs, period_s).random_s
-    stall_s = max(stall_s, taken_s) if is_blocking else stall_s
-    return replace(level, mtbf_s=situation.mtbf_s, stall_s=stall_s, durable_s=max(taken_s, stall_s))
+    level, transfer_s = checkpoint_levels(scenario)[-1], scenario.transfer_s
+    stall_s = transfer_s if is_blocking else scenario.stall_s + level.stall_s
+    period_s = max(daly_period_s(scenario.mtbf_s, stall_s), level.least_s)
+    save_s = SharedStorage(transfer_s, scenario.num_jobs, period_s).random_s
+    stall_s = max(stall_s, save_s) if is_blocking else stall_s
+    return replace(level, mtbf_s=scenario.mtbf_s, stall_s=stall_s, durable_s=max(save_s, stall_s))
 
 
-def _lost_s(nesting: MultilevelSchedule) -> float:
-    rate = sum(place.level.rate for place in nesting.placed)
-    return sum(place.level.rate * lost_s(place.period_s, place.level) for place in nesting.placed) / rate
+def _lost_s(schedule: MultilevelSchedule) -> float:
+    rate = sum(placed.level.rate for placed in schedule.placed)
+    return sum(placed.level.rate * lost_s(placed.period_s, placed.level) for placed in schedule.placed) / rate
 
 
-def _habits(situation: CheckpointScenario, nesting: MultilevelSchedule) -> tuple[SaveStrategy, ...]:
-    blocking = single_level(situation, is_blocking=True)
-    quiet = single_level(situation, is_blocking=False)
-    kept = efficiency_without_saves(situation.length_s, situation.mtbf_s, situation.restart_s)
-    never_s = situation.length_s / kept if kept else math.inf
-    life_s = situation.mtbf_s * (1 - efficiency_without_saves(situation.length_s, situation.mtbf_s, 0.0))
+def _strategies(scenario: CheckpointScenario, schedule: MultilevelSchedule) -> tuple[SaveStrategy, ...]:
+    blocking = single_level(scenario, is_blocking=True)
+    asynchronous = single_level(scenario, is_blocking=False)
+    efficiency = efficiency_without_saves(scenario.length_s, scenario.mtbf_s, scenario.restart_s)
+    never_s = scenario.length_s / efficiency if efficiency else math.inf
+    life_s = scenario.mtbf_s * (1 - efficiency_without_saves(scenario.length_s, scenario.mtbf_s, 0.0))
     rows = [
-        SaveStrategy("never", math.inf, 1 - kept, life_s, never_s, 0.0),
-        _habit(situation, "every 15 min, blocking", _QUARTER_S, blocking),
-        _habit(situation, "every 15 min", _QUARTER_S, quiet),
-        _habit(situation, "every step", situation.step_s, quiet),
-        _habit(situation, "best blocking", best_period_s(blocking), blocking),
+        SaveStrategy("never", math.inf, 1 - efficiency, life_s, never_s, 0.0),
+        _strategy(scenario, "every 15 min, blocking", _QUARTER_S, blocking),
+        _strategy(scenario, "every 15 min", _QUARTER_S, asynchronous),
+        _strategy(scenario, "every step", scenario.step_s, asynchronous),
+        _strategy(scenario, "best blocking", best_period_s(blocking), blocking),
     ]
-    takes_s = situation.length_s / (1 - nesting.waste) if nesting.waste < 1 else math.inf
-    num_saves = situation.length_s / nesting.period_s
+    takes_s = scenario.length_s / (1 - schedule.waste) if schedule.waste < 1 else math.inf
+    num_saves = scenario.length_s / schedule.period_s
     return (
         *rows,
-        SaveStrategy("recommended", nesting.period_s, nesting.waste, _lost_s(nesting), takes_s, num_saves),
+        SaveStrategy("recommended", schedule.period_s, schedule.waste, _lost_s(schedule), takes_s, num_saves),
     )
 
 
-def _habit(situation: CheckpointScenario, name: str, period_s: float, level: CheckpointLevel) -> SaveStrategy:
+def _strategy(scenario: CheckpointScenario, name: str, period_s: float, level: CheckpointLevel) -> SaveStrategy:
     share = waste(period_s, level)
-    takes_s = situation.length_s / (1 - share) if share < 1 else math.inf
-    return SaveStrategy(name, period_s, share, lost_s(period_s, level), takes_s, situation.length_s / period_s)
+    takes_s = scenario.length_s / (1 - share) if share < 1 else math.inf
+    return SaveStrategy(name, period_s, share, lost_s(period_s, level), takes_s, scenario.length_s / period_s)
 
 
-def _storage(situation: CheckpointScenario, nesting: MultilevelSchedule) -> tuple[StorageCost, ...]:
+def _storage(scenario: CheckpointScenario, schedule: MultilevelSchedule) -> tuple[StorageCost, ...]:
     rows = []
-    for place in nesting.placed:
-        num_saves = situation.length_s / place.period_s
-        kept = situation.state_bytes * min(situation.keep_last, max(1.0, num_saves))
-        price = 0.0 if place.level.name == LOCAL else situation.price
+    for placed in schedule.placed:
+        num_saves = scenario.length_s / placed.period_s
+        kept = scenario.state_bytes * min(scenario.keep_last, max(1.0, num_saves))
+        price = 0.0 if placed.level.name == LOCAL else scenario.price
         rows.append(
             StorageCost(
-                name=place.level.name,
+                name=placed.level.name,
                 num_saves=num_saves,
-                written_bytes=situation.state_bytes * num_saves,
+                written_bytes=scenario.state_bytes * num_saves,
                 kept_bytes=kept,
-                cost=storage_cost(kept, price, situation.length_s),
+                cost=storage_cost(kept, price, scenario.length_s),
                 monthly_cost=storage_cost(kept, price, 730 * HOUR_S),
             )
         )
     return tuple(rows)
 
 
-def _crowd(situation: CheckpointScenario, num_jobs: int) -> ContentionEstimate:
-    crowded = replace(situation, num_jobs=num_jobs)
-    nesting = multilevel_schedule_for(crowded)
-    sharing = SharedStorage(situation.transfer_s, num_jobs, nesting.placed[-1].period_s)
+def _contention(scenario: CheckpointScenario, num_jobs: int) -> ContentionEstimate:
+    shared = replace(scenario, num_jobs=num_jobs)
+    schedule = multilevel_schedule_for(shared)
+    storage = SharedStorage(scenario.transfer_s, num_jobs, schedule.placed[-1].period_s)
     return ContentionEstimate(
         num_jobs=num_jobs,
-        period_s=sharing.period_s,
-        load=sharing.utilization,
-        random_s=sharing.random_s,
-        aligned_s=sharing.aligned_s,
-        waste=nesting.waste,
-        aligned_waste=_aligned(nesting, sharing).waste,
+        period_s=storage.period_s,
+        load=storage.utilization,
+        random_s=storage.random_s,
+        aligned_s=storage.aligned_s,
+        waste=schedule.waste,
+        aligned_waste=_aligned(schedule, storage).waste,
     )
 
 
-def _aligned(nesting: MultilevelSchedule, sharing: SharedStorage) -> MultilevelSchedule:
+def _aligned(schedule: MultilevelSchedule, storage: SharedStorage) -> MultilevelSchedule:
     """The same schedule, if all jobs save at the same instant."""
-    *lower, far = nesting.placed
-    late_s = sharing.aligned_s - sharing.random_s
+    *lower, last = schedule.placed
+    late_s = storage.aligned_s - storage.random_s
     return replace(
-        nesting, placed=(*lower, replace(far, level=replace(far.level, durable_s=far.level.durable_s + late_s)))
+        schedule, placed=(*lower, replace(last, level=replace(last.level, durable_s=last.level.durable_s + late_s)))
     )
 
 
 def checkpoint_table(policy: CheckpointPolicy) -> str:
     """The policy as ``[checkpoint]``, ready for a job file."""
-    situation, nesting = policy.situation, policy.nesting
-    names = [place.level.name for place in nesting.placed]
+    scenario, schedule = policy.situation, policy.nesting
+    names = [placed.level.name for placed in schedule.placed]
     lines = ["[checkpoint]"]
-    if nesting.period_s <= AUTO_MOST_S:
-        lines += [_line("every", '"auto"', f"about every {format_duration(nesting.period_s)} here")]
-        lines += [_line("mtbf", f'"{duration_literal(situation.mtbf_s)}"')]
+    if schedule.period_s <= AUTO_MOST_S:
+        lines += [_line("every", '"auto"', f"about every {format_duration(schedule.period_s)} here")]
+        lines += [_line("mtbf", f'"{duration_literal(scenario.mtbf_s)}"')]
     else:
-        lines += [_line("every", f'"{duration_literal(nesting.period_s)}"')]
+        lines += [_line("every", f'"{duration_literal(schedule.period_s)}"')]
     if STORE in names and LOCAL not in names:
         lines += [_line("folder", '"s3://BUCKET/RUN"', "straight to the store: a local copy is not worth it")]
     elif STORE in names:
-        far = nesting.placed[-1]
+        last = schedule.placed[-1]
         lines += [_line("remote", '"s3://BUCKET/RUN"', "your store")]
-        lines += [_line("remote_every", str(far.every), f"about every {format_duration(far.period_s)}")]
-    lines += [_line("keep_last", str(situation.keep_last))]
-    slowest_s = max(place.level.durable_s for place in nesting.placed)
+        lines += [_line("remote_every", str(last.every), f"about every {format_duration(last.period_s)}")]
+    lines += [_line("keep_last", str(scenario.keep_last))]
+    slowest_s = max(placed.level.durable_s for placed in schedule.placed)
     if 4 * slowest_s > _TIMEOUT_S:
         lines += [_line("timeout_s", str(math.ceil(4 * slowest_s / 60) * 60))]
-    if situation.is_preemptible:
+    if scenario.is_preemptible:
         lines += [_line("resume", '"auto"', "the same command resumes where it stopped")]
     return "\n".join(lines)
 

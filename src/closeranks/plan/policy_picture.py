@@ -29,13 +29,13 @@ from closeranks.plan.policy import (
 _INK = "#1f2933"
 _QUIET = "#7b8794"
 _GRID = "#dfe4ea"
-_BLOCKING, _QUIETLY, _NESTED = "#c2601a", "#2b6cb0", "#2f7d5b"
+_BLOCKING, _ASYNCHRONOUS, _TWO_LEVELS = "#c2601a", "#2b6cb0", "#2f7d5b"
 _TICKS_S = (1, 10, 60, 600, 3600, 6 * 3600, 48 * 3600, 480 * 3600)
 _NUM_POINTS = 240
-_BEYOND = 20
+_AXIS_FACTOR = 20
 """The axis extends to this multiple of the best interval, so that there is room for its label."""
 _DPI = 130
-_MOST_JOBS = 64
+_MAX_JOBS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,26 @@ class WasteCurve:
 
 def waste_curves(policy: CheckpointPolicy) -> tuple[WasteCurve, ...]:
     """Blocking and asynchronous saves to the place that outlives all failures; with two places, also both levels."""
-    situation = policy.situation
-    blocking, quiet = (single_level(situation, is_blocking=is_blocking) for is_blocking in (True, False))
-    longest_s = max(6 * HOUR_S, *(_BEYOND * best_period_s(level) for level in (blocking, quiet)))
-    periods_s = _between(max(1.0, situation.step_s), longest_s, _NUM_POINTS)
+    scenario = policy.situation
+    blocking, asynchronous = (single_level(scenario, is_blocking=is_blocking) for is_blocking in (True, False))
+    longest_s = max(6 * HOUR_S, *(_AXIS_FACTOR * best_period_s(level) for level in (blocking, asynchronous)))
+    periods_s = _between(max(1.0, scenario.step_s), longest_s, _NUM_POINTS)
     found = []
-    for name, color, level in (("blocking", _BLOCKING, blocking), ("asynchronous", _QUIETLY, quiet)):
+    for name, color, level in (("blocking", _BLOCKING, blocking), ("asynchronous", _ASYNCHRONOUS, asynchronous)):
         best_s = best_period_s(level)
         wastes = tuple(waste(period_s, level) for period_s in periods_s)
         found.append(WasteCurve(name, color, periods_s, wastes, best_s, waste(best_s, level)))
     if len(policy.nesting.placed) > 1:
-        sharing = SharedStorage(situation.transfer_s, situation.num_jobs, policy.nesting.placed[-1].period_s)
-        levels = checkpoint_levels(situation, sharing.random_s)
-        wastes = tuple(waste_at(levels, period_s, situation.stall_s) for period_s in periods_s)
-        found.append(WasteCurve("two levels", _NESTED, periods_s, wastes, policy.nesting.period_s, policy.waste))
+        storage = SharedStorage(scenario.transfer_s, scenario.num_jobs, policy.nesting.placed[-1].period_s)
+        levels = checkpoint_levels(scenario, storage.random_s)
+        wastes = tuple(waste_at(levels, period_s, scenario.stall_s) for period_s in periods_s)
+        found.append(WasteCurve("two levels", _TWO_LEVELS, periods_s, wastes, policy.nesting.period_s, policy.waste))
     return tuple(found)
 
 
 def _between(first: float, last: float, num: int) -> tuple[float, ...]:
     """Evenly spaced on a logarithmic scale."""
-    return tuple(first * (last / first) ** (place / (num - 1)) for place in range(num))
+    return tuple(first * (last / first) ** (index / (num - 1)) for index in range(num))
 
 
 def draw_policy(policy: CheckpointPolicy, path: Path) -> Path:
@@ -83,26 +83,26 @@ def draw_policy(policy: CheckpointPolicy, path: Path) -> Path:
     FigureCanvasAgg(figure)
     has_ages = bool(policy.ages)
     _draw_curves(figure.add_axes((0.062, 0.105, 0.53, 0.695)), policy)
-    _draw_crowd(figure.add_axes((0.685, 0.515 if has_ages else 0.105, 0.29, 0.285 if has_ages else 0.695)), policy)
+    _draw_contention(figure.add_axes((0.685, 0.515 if has_ages else 0.105, 0.29, 0.285 if has_ages else 0.695)), policy)
     if has_ages:
         _draw_ages(figure.add_axes((0.685, 0.105, 0.29, 0.25)), policy)
-    _draw_words(figure, policy)
+    _draw_text(figure, policy)
     unfinished = path.with_name(f".{path.name}")
     figure.savefig(unfinished, dpi=_DPI, facecolor="white", format="png")
     return unfinished.replace(path)
 
 
-def _draw_words(figure: Any, policy: CheckpointPolicy) -> None:
-    situation = policy.situation
+def _draw_text(figure: Any, policy: CheckpointPolicy) -> None:
+    scenario = policy.situation
     title = f"Save every {format_duration(policy.nesting.period_s)}"
     if len(policy.nesting.placed) > 1:
         title += f", and to the store every {format_duration(policy.nesting.placed[-1].period_s)}"
     lost = f"{_percent(policy.waste)} of the time is lost"
     facts = (
-        f"a failure every {format_duration(situation.mtbf_s)}",
-        f"{situation.state_bytes / 1e9:,.3g} GB of state",
-        f"{format_duration(situation.stall_s)} of stall per save",
-        f"{format_duration(situation.restart_s)} to restart",
+        f"a failure every {format_duration(scenario.mtbf_s)}",
+        f"{scenario.state_bytes / 1e9:,.3g} GB of state",
+        f"{format_duration(scenario.stall_s)} of stall per save",
+        f"{format_duration(scenario.restart_s)} to restart",
     )
     figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=_INK, va="center")
     figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
@@ -119,11 +119,11 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
         axes.plot(
             [curve.best_s], [curve.best_waste], "o", color=curve.color, markersize=8, mec="white", mew=1.4, zorder=5
         )
-    for curve, place in zip(curves, _label_places(curves), strict=True):
+    for curve, offset in zip(curves, _label_offsets(curves), strict=True):
         axes.annotate(
             f"{curve.name}\n{format_duration(curve.best_s)}: {_percent(curve.best_waste)}",
             (curve.best_s, curve.best_waste),
-            xytext=place, textcoords="offset points", ha="center", va="center", fontsize=9.5, color=curve.color,
+            xytext=offset, textcoords="offset points", ha="center", va="center", fontsize=9.5, color=curve.color,
             fontweight="bold", linespacing=1.35, zorder=6,
             bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
         )  # fmt: skip
@@ -142,42 +142,44 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
     shares = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if axes.get_ylim()[0] <= share]
     axes.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
     axes.set_yticks([], minor=True)
-    _dress(axes, "time lost, by the interval between saves")
+    _style_axes(axes, "time lost, by the interval between saves")
 
 
-def _label_places(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
+def _label_offsets(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
     """Offsets from the marks, in points: the worst above its curve, the best below, so that no two overlap."""
-    order = sorted(range(len(curves)), key=lambda place: -curves[place].best_waste)
-    places = {order[0]: (0.0, 34.0), order[-1]: (0.0, -34.0)}
-    for place in order[1:-1]:
-        places[place] = (78.0, -24.0)
-    return [places[place] for place in range(len(curves))]
+    order = sorted(range(len(curves)), key=lambda index: -curves[index].best_waste)
+    offsets = {order[0]: (0.0, 34.0), order[-1]: (0.0, -34.0)}
+    for index in order[1:-1]:
+        offsets[index] = (78.0, -24.0)
+    return [offsets[index] for index in range(len(curves))]
 
 
-def _draw_crowd(axes: Any, policy: CheckpointPolicy) -> None:
+def _draw_contention(axes: Any, policy: CheckpointPolicy) -> None:
     """How long a save to the store takes, by the number of jobs that share it, and the interval between saves."""
-    situation = policy.situation
-    counts = range(1, max(_MOST_JOBS, situation.num_jobs) + 1)
-    periods_s = [multilevel_schedule_for(replace(situation, num_jobs=count)).placed[-1].period_s for count in counts]
-    shared = [SharedStorage(situation.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
+    scenario = policy.situation
+    counts = range(1, max(_MAX_JOBS, scenario.num_jobs) + 1)
+    periods_s = [multilevel_schedule_for(replace(scenario, num_jobs=count)).placed[-1].period_s for count in counts]
+    shared = [SharedStorage(scenario.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
     labels = ("between a job's saves", "until stored, all jobs at once", "until stored, each at its own time")
     axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
     axes.plot(counts, [one.aligned_s for one in shared], color=_BLOCKING, linewidth=2.2, label=labels[1])
-    axes.plot(counts, [one.random_s for one in shared], color=_QUIETLY, linewidth=2.2, label=labels[2])
-    for sharing in shared:
-        if sharing.num_jobs == situation.num_jobs:
-            axes.plot([sharing.num_jobs], [sharing.random_s], "o", color=_QUIETLY, markersize=7, mec="white", mew=1.2)
+    axes.plot(counts, [one.random_s for one in shared], color=_ASYNCHRONOUS, linewidth=2.2, label=labels[2])
+    for storage in shared:
+        if storage.num_jobs == scenario.num_jobs:
+            axes.plot(
+                [storage.num_jobs], [storage.random_s], "o", color=_ASYNCHRONOUS, markersize=7, mec="white", mew=1.2
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = [2**power for power in range(0, counts[-1].bit_length(), 2)]
     axes.set_xticks(ticks, [f"{tick} job{'' if tick == 1 else 's'}" if tick < 16 else str(tick) for tick in ticks])
     axes.set_xlim(1, counts[-1] * 1.02)
-    bottom, top = 0.6 * situation.transfer_s, 8.0 * periods_s[-1]
+    bottom, top = 0.6 * scenario.transfer_s, 8.0 * periods_s[-1]
     axes.set_ylim(bottom, top)
     spans = [tick for tick in (1, 5, 30, 120, 600, 3600, 6 * 3600) if bottom <= tick <= top]
     axes.set_yticks(spans, [format_duration(tick) for tick in spans])
     axes.set_yticks([], minor=True)
-    _dress(axes, "many jobs, one store")
+    _style_axes(axes, "many jobs, one store")
     axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6, borderaxespad=0.1)
 
 
@@ -185,7 +187,7 @@ def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
     starts_s, danger = dangers()
     hours = [start_s / HOUR_S for start_s in starts_s]
     axes.fill_between(hours, danger, 0.01, color="#e7eef6", linewidth=0)
-    axes.plot(hours, danger, color=_QUIETLY, linewidth=2.0)
+    axes.plot(hours, danger, color=_ASYNCHRONOUS, linewidth=2.0)
     for age in policy.ages:
         middle = (age.first_s + age.last_s) / 2 / HOUR_S
         if age.last_s - age.first_s > 12 * HOUR_S:
@@ -199,14 +201,14 @@ def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
     axes.set_xticks((0, 6, 12, 18, 24), ("0", "6 h", "12 h", "18 h", "24 h"))
     axes.set_yticks((0.01, 0.1, 1, 10), ("0.01", "0.1", "1", "10"))
     axes.set_yticks([], minor=True)
-    _dress(axes, "hazard by a machine's age (mean = 1)")
+    _style_axes(axes, "hazard by a machine's age (mean = 1)")
 
 
 def _note(axes: Any, x: float, y: float, text: str, color: str = _INK, ha: str = "left") -> None:
     axes.text(x, y, text, fontsize=8.5, color=color, ha=ha, va="bottom")
 
 
-def _dress(axes: Any, title: str) -> None:
+def _style_axes(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_INK, pad=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -18,16 +18,14 @@ _FOR_EVER_S = 1e10
 
 
 def headline(policy: CheckpointPolicy, num_measured: int = 0) -> str:
-    situation = policy.situation
-    job = (
-        f"{duration(situation.length_s)} of work on {'preemptible' if situation.is_preemptible else 'lasting'} machines"
-    )
+    scenario = policy.situation
+    job = f"{duration(scenario.length_s)} of work on {'preemptible' if scenario.is_preemptible else 'lasting'} machines"
     source = f"measured in {num_measured} saves" if num_measured else "assumed"
     return (
-        f"{job}, a failure every {duration(situation.mtbf_s)}: save every {duration(policy.nesting.period_s)}; "
+        f"{job}, a failure every {duration(scenario.mtbf_s)}: save every {duration(policy.nesting.period_s)}; "
         f"{percent(policy.waste)} of the time is lost.\n"
-        f"A save ({size(situation.state_bytes)}) stalls training for {duration(situation.stall_s)} and is stored after "
-        f"{duration(situation.durable_s)} ({source}); a restart takes {duration(situation.restart_s)}."
+        f"A save ({size(scenario.state_bytes)}) stalls training for {duration(scenario.stall_s)} and is stored after "
+        f"{duration(scenario.durable_s)} ({source}); a restart takes {duration(scenario.restart_s)}."
     )
 
 
@@ -35,12 +33,12 @@ def level_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [
         ("place", "save every", "stored after", "needed every", "redo per failure", "saves", "written", "kept", "cost")
     ]
-    for place, stored in zip(policy.nesting.placed, policy.storage, strict=True):
-        level = place.level
+    for placed, stored in zip(policy.nesting.placed, policy.storage, strict=True):
+        level = placed.level
         rows.append(
             (
-                level.name, duration(place.period_s), duration(level.durable_s), duration(level.mtbf_s),
-                duration(lost_s(place.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
+                level.name, duration(placed.period_s), duration(level.durable_s), duration(level.mtbf_s),
+                duration(lost_s(placed.period_s, level)), f"{stored.num_saves:,.0f}", size(stored.written_bytes),
                 size(stored.kept_bytes), f"${stored.cost:.2f}" if stored.cost or level.name != LOCAL else "-",
             )
         )  # fmt: skip
@@ -49,48 +47,51 @@ def level_rows(policy: CheckpointPolicy) -> Rows:
 
 def tables(policy: CheckpointPolicy) -> list[tuple[str, str, Rows]]:
     """Title, remark below (or none) and rows of each further table."""
-    habits = "Against other policies" + (", saving to the store alone" if policy.situation.has_store else "")
-    found = [(habits, "", _habits(policy)), ("Many such jobs on one store", _crowd_remark(), _crowds(policy))]
+    title = "Against other policies" + (", saving to the store alone" if policy.situation.has_store else "")
+    found = [
+        (title, "", _strategy_rows(policy)),
+        ("Many such jobs on one store", _contention_remark(), _contention_rows(policy)),
+    ]
     if policy.ages:
-        found.append(("By age of machines that all started together", _age_remark(policy), _ages(policy)))
+        found.append(("By age of machines that all started together", _age_remark(policy), _age_rows(policy)))
     return found
 
 
-def _habits(policy: CheckpointPolicy) -> Rows:
+def _strategy_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("", "save every", "time lost", "redo per failure", "the job takes", "saves")]
-    for habit in policy.habits:
-        is_saving = math.isfinite(habit.period_s)
-        takes = f"{habit.takes_s / 3600:,.1f} h" if habit.takes_s < _FOR_EVER_S else "forever"
+    for strategy in policy.habits:
+        is_saving = math.isfinite(strategy.period_s)
+        takes = f"{strategy.takes_s / 3600:,.1f} h" if strategy.takes_s < _FOR_EVER_S else "forever"
         rows.append(
             (
-                habit.name, duration(habit.period_s) if is_saving else "-", percent(habit.waste),
-                duration(habit.lost_s), takes, f"{habit.num_saves:,.0f}",
+                strategy.name, duration(strategy.period_s) if is_saving else "-", percent(strategy.waste),
+                duration(strategy.lost_s), takes, f"{strategy.num_saves:,.0f}",
             )
         )  # fmt: skip
     return rows
 
 
-def _crowds(policy: CheckpointPolicy) -> Rows:
+def _contention_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("jobs", "save every", "store in use", "stored after", "time lost", "at once: after", "time lost")]
-    for crowd in policy.crowds:
-        mark = " *" if crowd.num_jobs == policy.situation.num_jobs else "  "
+    for entry in policy.crowds:
+        mark = " *" if entry.num_jobs == policy.situation.num_jobs else "  "
         rows.append(
             (
-                f"{crowd.num_jobs}{mark}", duration(crowd.period_s), percent(crowd.load), duration(crowd.random_s),
-                percent(crowd.waste), duration(crowd.aligned_s), percent(crowd.aligned_waste),
+                f"{entry.num_jobs}{mark}", duration(entry.period_s), percent(entry.load), duration(entry.random_s),
+                percent(entry.waste), duration(entry.aligned_s), percent(entry.aligned_waste),
             )
         )  # fmt: skip
     return rows
 
 
-def _crowd_remark() -> str:
+def _contention_remark() -> str:
     return (
         "* marks this one. The store shares its bandwidth fairly among running saves; each job saves at its own "
         "time, or all at once."
     )
 
 
-def _ages(policy: CheckpointPolicy) -> Rows:
+def _age_rows(policy: CheckpointPolicy) -> Rows:
     rows: Rows = [("age", "hazard", "save every")]
     for age in policy.ages:
         hours = f"{age.first_s / 3600:.0f} to {age.last_s / 3600:.0f} h"
@@ -122,8 +123,8 @@ def _notice(policy: CheckpointPolicy) -> str:
     last_s = policy.nesting.placed[-1].level.durable_s
     place = "in the store" if policy.nesting.placed[-1].level.name == STORE else "on disk"
     fits = [notice_s for notice_s in NOTICES_S if last_s <= notice_s]
-    said = " and ".join(duration(notice_s) for notice_s in (fits or NOTICES_S))
-    verdict = f"within a notice of {said}" if fits else f"too late for a notice of {said}"
+    notices = " and ".join(duration(notice_s) for notice_s in (fits or NOTICES_S))
+    verdict = f"within a notice of {notices}" if fits else f"too late for a notice of {notices}"
     return f"A last save on SIGTERM is {place} after {duration(last_s)}: {verdict}."
 
 

@@ -20,7 +20,12 @@ _GRID = "#c3cbd4"
 _IDLE = "#edf0f3"
 _BAR = "#9aa5b1"
 
-_WORDS: dict[ActionKind, str] = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+_KIND_NAMES: dict[ActionKind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradient of inputs",
+    "W": "gradient of weights",
+}
 
 _COLORS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#2b6cb0", "#a9cdee"),
@@ -85,7 +90,7 @@ def draw_schedule(timeline: Timeline, path: Path, title: str = "") -> Path:
     _draw_bars(holds, peaks, "peak in flight", "{:.0f}", full=max(peaks))
     waits = figure.add_axes(frame.box(frame.width + 1.4, 0.95))
     _draw_bars(waits, [100 * idle / makespan for idle in timeline.idle], "waits", "{:.0f} %", full=100)
-    _draw_words(figure, timeline, frame, title)
+    _draw_text(figure, timeline, frame, title)
     unfinished = path.with_name(f".{path.name}")
     figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
     return unfinished.replace(path)
@@ -142,7 +147,7 @@ def _draw_bars(axes: Any, values: Sequence[float], title: str, form: str, full: 
     axes.set_title(title, loc="left", fontsize=8.5, color=_QUIET, pad=5)
 
 
-def _draw_words(figure: Any, timeline: Timeline, frame: _Frame, title: str) -> None:
+def _draw_text(figure: Any, timeline: Timeline, frame: _Frame, title: str) -> None:
     """Title and bubble above, time and colours below."""
     across, down = frame.total
     schedule = timeline.schedule
@@ -180,7 +185,7 @@ def _swatches(timeline: Timeline) -> list[Any]:
 
     kinds = {span.action.kind for spans in timeline.ranks for span in spans}
     has_two = max(map(len, timeline.schedule.placement)) > 1
-    swatches = [Patch(facecolor=_COLORS[kind][0], label=word) for kind, word in _WORDS.items() if kind in kinds]
+    swatches = [Patch(facecolor=_COLORS[kind][0], label=name) for kind, name in _KIND_NAMES.items() if kind in kinds]
     swatches += [Patch(facecolor=_COLORS["F"][1], label="light: a rank's second stage")] if has_two else []
     return [*swatches, Patch(facecolor=_IDLE, label="waits")]
 
