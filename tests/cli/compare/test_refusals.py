@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_two_comparisons_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(runner, "_carry_out")  # nothing may be trained, whatever breaks
+    monkeypatch.delattr(runner, "_run_one")  # nothing may be trained, whatever breaks
     with owned_folder(tmp_path / "out", "a comparison"):
         told = call("compare", write(tmp_path), f"folder={tmp_path / 'out'}", "isolate=false", "--retry")
     assert told.code == 2

@@ -47,7 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(run.case.name)
         return RunRecord(0, 1.0, traffic=((1.0, 5),) if place.is_counted else ())
 
-    monkeypatch.setattr(runner, "_carry_out", at_once)
+    monkeypatch.setattr(runner, "_run_one", at_once)
     monkeypatch.setattr(MachineInfo, "here", lambda: HERE)
     return names
 

@@ -58,18 +58,18 @@ class AdvicePhrase(NamedTuple):
 def advise(table: ResultTable) -> str:
     sound = [row for row in table.rows if row.is_sound]
     if not sound:
-        return f"No setting can be recommended: {_troubles(table.rows)}."
+        return f"No setting can be recommended: {_failures(table.rows)}."
     if table.target is not None:
-        said = _to_target(table, sound)
+        phrase = _to_target(table, sound)
     elif table.is_timed:
-        said = _by_quality(table, sound, "in the same time")
+        phrase = _by_quality(table, sound, "in the same time")
     else:
-        said = _by_time(table, sound)
-    parts = [said.words]
-    if said.by is not None and said.by.num == 1:
+        phrase = _by_time(table, sound)
+    parts = [phrase.words]
+    if phrase.by is not None and phrase.by.num == 1:
         parts.append("one run each: spread unknown")
     if lost := [row for row in table.rows if not row.is_sound]:
-        parts.append(_troubles(lost))
+        parts.append(_failures(lost))
     return "; ".join(parts) + "."
 
 
@@ -78,24 +78,24 @@ def _to_target(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
     base = table.baseline
     reached = [row for row in sound if row.has_reached]
     if not reached:
-        said = _by_quality(table, sound, "within the budget")
-        return AdvicePhrase(f"No setting reaches {goal} with every seed: {_lower(said.words)}", said.by)
+        phrase = _by_quality(table, sound, "within the budget")
+        return AdvicePhrase(f"No setting reaches {goal} with every seed: {_lower(phrase.words)}", phrase.by)
     if not base.has_reached:
-        best = _first(reached)
+        best = _first_to_target(reached)
         gain = f"it reaches {goal} in {duration(_mean(best.seconds_to_target))}, {base.name} {_fell_short(base)}"
         lost = f", but it ends {_loss(table, best)}" if base.is_sound and is_worse(table, best) else ""
         return AdvicePhrase(f"Use {best.name}: {gain}{lost}{_price(table, best)}", best.seconds_to_target)
     faster = [row for row in reached if row is not base and is_faster(row.speedup)]
     if not faster:
-        return _stay(table, reached, goal)
-    best = _first(faster)
+        return _keep_baseline(table, reached, goal)
+    best = _first_to_target(faster)
     mine, theirs = _mean(best.seconds_to_target), _mean(base.seconds_to_target)
     gain = f"it reaches {goal} in {duration(mine)} instead of {duration(theirs)} ({_times(theirs / mine)})"
     lost = f"{_loss(table, best)}{_price(table, best)}"
     return AdvicePhrase(f"Use {best.name}: {gain}, {lost}{_ties(best, faster, _speedup)}", best.speedup)
 
 
-def _first(reached: Sequence[SettingRow]) -> SettingRow:
+def _first_to_target(reached: Sequence[SettingRow]) -> SettingRow:
     return min(reached, key=lambda row: _mean(row.seconds_to_target))
 
 
@@ -111,7 +111,7 @@ def _runs(row: SettingRow) -> str:
     return "seeds" if row.num_seeds == row.num_runs else "runs"
 
 
-def _stay(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> AdvicePhrase:
+def _keep_baseline(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> AdvicePhrase:
     """The advice if no setting is clearly faster than the baseline."""
     base = table.baseline
     took = duration(_mean(base.seconds_to_target))
@@ -119,14 +119,14 @@ def _stay(table: ResultTable, reached: Sequence[SettingRow], goal: str) -> Advic
     if not others:
         some = " with every seed" if any(row.num_reached for row in table.rows if row is not base) else ""
         return AdvicePhrase(f"Stay with {base.name}: it alone reaches {goal}{some}, in {took}", base.seconds_to_target)
-    second = _first(others)
+    second = _first_to_target(others)
     theirs = duration(_mean(second.seconds_to_target))
     if is_slower(second.speedup):
-        told = f"it reaches {goal} first, in {took}; the next is {second.name} with {theirs}"
+        reason = f"it reaches {goal} first, in {took}; the next is {second.name} with {theirs}"
     else:
-        told = f"it reaches {goal} in {took}, {second.name} in {theirs}, and that is no clear difference"
-        told += f" ({_ratio(second.speedup)})"
-    return AdvicePhrase(f"Stay with {base.name}: {told}", second.speedup)
+        reason = f"it reaches {goal} in {took}, {second.name} in {theirs}, and that is no clear difference"
+        reason += f" ({_ratio(second.speedup)})"
+    return AdvicePhrase(f"Stay with {base.name}: {reason}", second.speedup)
 
 
 def _speedup(row: SettingRow) -> RunStat | None:
@@ -176,8 +176,8 @@ def _by_time(table: ResultTable, sound: Sequence[SettingRow]) -> AdvicePhrase:
         return _use(table, best, _over_steps(best, base) or "with the same number of steps")
     if faster:
         best = _quickest(faster)
-        told = f"{best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
-        return AdvicePhrase(f"Stay with {base.name}: {told}", best.seconds_ratio)
+        reason = f"{best.name} {_in_less_time(best, base)}, but ends {_loss(table, best)}"
+        return AdvicePhrase(f"Stay with {base.name}: {reason}", best.seconds_ratio)
     return AdvicePhrase(
         f"Stay with {base.name}: no other setting is clearly faster or ends clearly better", base.seconds
     )
@@ -207,13 +207,13 @@ def _by_quality(table: ResultTable, sound: Sequence[SettingRow], when: str) -> A
         return AdvicePhrase(f"Stay with {base.name}: no setting has a final {table.metric} to compare", None)
     best = _furthest(table, known)
     if base not in known:
-        came = f"it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
-        return AdvicePhrase(f"Use {best.name}: {came}{_price(table, best)}", best.final)
+        gain = f"it comes furthest {when} ({_final(table)} {brief(_mean(best.final))})"
+        return AdvicePhrase(f"Use {best.name}: {gain}{_price(table, best)}", best.final)
     if better := [row for row in known if is_better(table, row)]:
         return _use(table, _furthest(table, better), when)
-    told = "it comes furthest" if best is base else "none ends clearly better"
+    reason = "it comes furthest" if best is base else "none ends clearly better"
     return AdvicePhrase(
-        f"Stay with {base.name}: {told} {when} ({_final(table)} {brief(_mean(base.final))})", base.final
+        f"Stay with {base.name}: {reason} {when} ({_final(table)} {brief(_mean(base.final))})", base.final
     )
 
 
@@ -229,13 +229,13 @@ def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
 
 def _price(table: ResultTable, row: SettingRow) -> str:
     """What else the setting costs: time if it is slower, and other numbers of workers."""
-    base, words = table.baseline, ""
+    base, text = table.baseline, ""
     if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
         what = "but takes" if table.target is None else "but the whole budget takes"
-        words = f", {what} {duration(_mean(row.seconds))} instead of {duration(_mean(base.seconds))}"
+        text = f", {what} {duration(_mean(row.seconds))} instead of {duration(_mean(base.seconds))}"
     if row.num_workers != base.num_workers:
-        words += f", on {row.num_workers} workers instead of {base.num_workers}"
-    return words
+        text += f", on {row.num_workers} workers instead of {base.num_workers}"
+    return text
 
 
 def _loss(table: ResultTable, row: SettingRow) -> str:
@@ -249,15 +249,15 @@ def _loss(table: ResultTable, row: SettingRow) -> str:
         differs = "" if is_tiny else f" ({', '.join([f'difference {brief(gap.mean)}', *spread])})"
         return f"with the same final {table.metric} as {base.name}{differs}"
     side = "higher" if gap.mean > 0 else "lower"
-    told = f"at a final {table.metric} {brief(abs(gap.mean))} {side} than {base.name}"
-    return f"{told} ({spread[0]})" if spread else told
+    text = f"at a final {table.metric} {brief(abs(gap.mean))} {side} than {base.name}"
+    return f"{text} ({spread[0]})" if spread else text
 
 
 def _final(table: ResultTable) -> str:
     return f"{'evaluation' if table.is_evaluated else 'training'} {table.metric}"
 
 
-def _troubles(rows: Sequence[SettingRow]) -> str:
+def _failures(rows: Sequence[SettingRow]) -> str:
     return ", ".join(f"{row.name} {row.reason.partition(':')[0]}" for row in rows)
 
 

@@ -35,25 +35,25 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), *, retry: bool = F
         raise SetupError("`closeranks compare` starts its own workers", "Start it without torchrun or srun.")
     compare = load_compare(file, overrides)
     plan = make_plan(compare, file)
-    place = choose_environment(plan)
-    if place.not_counted_reason:
-        typer.echo(f"Bytes are not measured: {place.not_counted_reason}.")
+    environment = choose_environment(plan)
+    if environment.not_counted_reason:
+        typer.echo(f"Bytes are not measured: {environment.not_counted_reason}.")
     outcomes: list[ComparisonRunOutcome] = []
 
-    def on_done(run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord) -> str:
-        outcomes.append(read_outcome(compare, run, slot, record))
+    def on_done(run: ComparisonRun, run_folder: ComparisonRunFolder, record: RunRecord) -> str:
+        outcomes.append(read_outcome(compare, run, run_folder, record))
         return outcome_line(outcomes[-1])
 
     with owned_folder(plan.folder, "a comparison"):
         if retry:
-            for slot in failed_runs(plan):
-                slot.clear()
-        run_all(plan, place, on_done)
+            for run_folder in failed_runs(plan):
+                run_folder.clear()
+        run_all(plan, environment, on_done)
         table = make_table(compare, outcomes)
         command = shlex.join(["closeranks", "compare", str(file), *overrides])
-        story = ComparisonResult(plan, tuple(outcomes), table, advise(table), place.not_counted_reason, command)
-        files = write_report(story)
+        result = ComparisonResult(plan, tuple(outcomes), table, advise(table), environment.not_counted_reason, command)
+        files = write_report(result)
     typer.echo()
-    print_result(story)
-    typer.echo(f"\n{story.advice}\nwritten to {', '.join(str(path) for path in files)}")
-    return story
+    print_result(result)
+    typer.echo(f"\n{result.advice}\nwritten to {', '.join(str(path) for path in files)}")
+    return result

@@ -28,7 +28,7 @@ from closeranks.run.job.launch import workers_of
 QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
 """A comparison needs none of these; a setting that measures one turns it on. By default, second copies would be sent
 over the network under some settings and not under others."""
-_OURS = {
+_RESERVED = {
     "run.seed": "It has its own seeds: write seeds = [0, 1, 2].",
     "run.folder": "Each run gets a folder of its own: write folder at the top for all of them.",
     "train.steps": "All settings have one budget: write [budget] steps.",
@@ -77,15 +77,15 @@ def make_plan(compare: CompareConfig, path: Path) -> ComparisonPlan:
     job_file = find_job(compare.job, path)
     cases = tuple(_case(compare, setting, job_file) for setting in compare.setting)
     folder = Path(compare.folder or Path("runs") / f"compare-{path.stem}").expanduser()
-    return ComparisonPlan(compare, job_file, cases, tuple(_in_turns(compare, cases)), folder)
+    return ComparisonPlan(compare, job_file, cases, tuple(_interleaved(compare, cases)), folder)
 
 
 def find_job(name: str, beside: Path) -> Path:
-    places = [beside.parent / name, Path(name)]
-    for place in places:
-        if place.is_file():
-            return place
-    shown = " nor at ".join(dict.fromkeys(str(place) for place in places))
+    candidates = [beside.parent / name, Path(name)]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    shown = " nor at ".join(dict.fromkeys(str(candidate) for candidate in candidates))
     raise UserError(f"there is no job file at {shown}", f"Set job in {beside.name} to the file to train.")
 
 
@@ -109,18 +109,18 @@ def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) ->
     own = [*override_texts(compare.set), *override_texts(setting.set)]
     overrides = (*QUIET, *own, *_budget(compare))
     try:
-        if problems := list(_claims(own)):
+        if problems := list(_reserved_problems(own)):
             raise ConfigError(problems)
         job = load_job(job_file, overrides).value
         num_workers = _workers(compare, setting, job)
         if problems := check_workers(job, num_workers):
             raise ConfigError(problems)
     except ConfigError as error:
-        raise as_user_error(ConfigError([_plainly(problem) for problem in error.problems]), where) from None
+        raise as_user_error(ConfigError([_without_origin(problem) for problem in error.problems]), where) from None
     return ComparisonCase(setting.name, overrides, num_workers, job)
 
 
-def _plainly(problem: Problem) -> Problem:
+def _without_origin(problem: Problem) -> Problem:
     """Without "command line" as its origin: a setting is parsed like the command line, but was not typed there."""
     return replace(problem, origin="") if problem.origin == str(COMMAND_LINE) else problem
 
@@ -138,13 +138,13 @@ def _budget(compare: CompareConfig) -> list[str]:
     return [f"{key}={format_value(value)}" for key, value in given.items() if value is not None]
 
 
-def _claims(overrides: Sequence[str]) -> Iterator[Problem]:
+def _reserved_problems(overrides: Sequence[str]) -> Iterator[Problem]:
     """Problems for values that a setting may not change, since the runs could not be compared."""
     known: list[Override] = parse_overrides(Job, overrides)[0]
     for override in known:
         for parts in _set_by(override):
-            if (place := dotted_key(parts)) in _OURS:
-                yield Problem(place, "a comparison sets this itself", _OURS[place])
+            if (key := dotted_key(parts)) in _RESERVED:
+                yield Problem(key, "a comparison sets this itself", _RESERVED[key])
 
 
 def _set_by(override: Override) -> list[Parts]:
@@ -154,7 +154,7 @@ def _set_by(override: Override) -> list[Parts]:
     return [parts for parts, _ in _leaves(override.value, override.parts)]
 
 
-def _in_turns(compare: CompareConfig, cases: Sequence[ComparisonCase]) -> Iterator[ComparisonRun]:
+def _interleaved(compare: CompareConfig, cases: Sequence[ComparisonCase]) -> Iterator[ComparisonRun]:
     rounds = [(seed, repeat) for repeat in range(compare.repeats) for seed in compare.seeds]
     for number, (seed, repeat) in enumerate(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
@@ -165,5 +165,5 @@ def _key(compare: CompareConfig, case: ComparisonCase, seed: int, repeat: int) -
     job = case.job.model_dump(mode="json")
     job["run"] |= {"seed": seed, "folder": "", "name": ""}
     network = compare.network.model_dump() if compare.network else None
-    told = [job, case.num_workers, seed, repeat, network, compare.budget.seconds, __version__]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    identity = [job, case.num_workers, seed, repeat, network, compare.budget.seconds, __version__]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]

@@ -16,7 +16,7 @@ from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError, Problem, UserError
 
 Changes = dict[str, Any] | tuple[str, ...]
-_RELAY_MBIT = 500.0
+_MAX_DELAYED_MBIT = 500.0
 """Maximum bandwidth with a delay: every frame then passes through a process of ours, which needs processor time."""
 
 
@@ -132,10 +132,10 @@ def check_network(compare: CompareConfig) -> Iterable[Problem]:
     if network is None:
         return
     if network.delay_ms and not network.mbit:
-        yield Problem("network.mbit", "a delay needs a bandwidth", f"Set it, to {_RELAY_MBIT:g} or less.")
-    if network.delay_ms and network.mbit > _RELAY_MBIT:
-        what = f"with a delay, links of more than {_RELAY_MBIT:g} Mbit/s cannot be sustained on one machine"
-        yield Problem("network.mbit", what, f"Set it to {_RELAY_MBIT:g} or less.")
+        yield Problem("network.mbit", "a delay needs a bandwidth", f"Set it, to {_MAX_DELAYED_MBIT:g} or less.")
+    if network.delay_ms and network.mbit > _MAX_DELAYED_MBIT:
+        what = f"with a delay, links of more than {_MAX_DELAYED_MBIT:g} Mbit/s cannot be sustained on one machine"
+        yield Problem("network.mbit", what, f"Set it to {_MAX_DELAYED_MBIT:g} or less.")
     asked = [("workers", compare.workers), *((f"setting '{one.name}'", one.workers) for one in compare.setting)]
     for place, workers in asked:
         if workers % network.hosts:

@@ -21,9 +21,9 @@ _SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _ALL_PROTOCOLS = 3
 _BUFFER_BYTES = 64 << 20
-_HEADER = 10
+_HEADER_BYTES = 10
 """Bytes of the kernel's header before each frame."""
-_MOST = 1 << 17
+_MAX_FRAME_BYTES = 1 << 17
 _AT_ONCE = 64
 
 Held = tuple[float, socket.socket, bytes]
@@ -45,33 +45,33 @@ class DelaySwitch:
         self._ports = {port.fileno(): port for port in ports}
         self._delay_s = delay_s
         self._seen_at: dict[bytes, socket.socket] = {}
-        self._held: deque[Held] = deque()
+        self._queue: deque[Held] = deque()
         self._poll = select.epoll()
         for number in self._ports:
             self._poll.register(number, select.EPOLLIN)
 
     def run(self) -> None:
         while True:
-            wait_s = max(0.0, self._held[0][0] - time.monotonic()) if self._held else 1.0
+            wait_s = max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else 1.0
             for number, _ in self._poll.poll(wait_s):
-                self._take(self._ports[number])
-            self._let_go()
+                self._receive(self._ports[number])
+            self._send_due()
 
-    def _take(self, port: socket.socket) -> None:
+    def _receive(self, port: socket.socket) -> None:
         for _ in range(_AT_ONCE):
             try:
-                frame = port.recv(_MOST)
+                frame = port.recv(_MAX_FRAME_BYTES)
             except OSError:  # nothing more, or the port is gone
                 return
-            self._seen_at[frame[_HEADER + 6 : _HEADER + 12]] = port
-            self._held.append((time.monotonic() + self._delay_s, port, frame))
+            self._seen_at[frame[_HEADER_BYTES + 6 : _HEADER_BYTES + 12]] = port
+            self._queue.append((time.monotonic() + self._delay_s, port, frame))
 
-    def _let_go(self) -> None:
+    def _send_due(self) -> None:
         """Send the frames that are due. All have the same delay, so they are due in the order in which they arrived."""
-        while self._held and self._held[0][0] <= time.monotonic():
-            _, source, frame = self._held.popleft()
-            goal = self._seen_at.get(frame[_HEADER : _HEADER + 6])
-            for port in [goal] if goal is not None else self._ports.values():
+        while self._queue and self._queue[0][0] <= time.monotonic():
+            _, source, frame = self._queue.popleft()
+            target = self._seen_at.get(frame[_HEADER_BYTES : _HEADER_BYTES + 6])
+            for port in [target] if target is not None else self._ports.values():
                 if port is not source:
                     self._send(port, frame)
 
@@ -85,8 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ports", nargs="+")
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    given = parser.parse_args()
-    switch = DelaySwitch([open_port(name) for name in given.ports], given.delay_ms / 1000)
+    arguments = parser.parse_args()
+    switch = DelaySwitch([open_port(name) for name in arguments.ports], arguments.delay_ms / 1000)
     print("up", flush=True)
     switch.run()
 

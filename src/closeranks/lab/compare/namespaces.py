@@ -37,9 +37,9 @@ _INIT = (
     "&& ip link set lo up && echo up && exec sleep infinity"
 )
 _FIX = "Remove [network], or set isolate = false."
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _QUEUE_MS = 50
-_BURST_S, _LEAST_BURST = 0.002, 1 << 16
+_BURST_S, _MIN_BURST_BYTES = 0.002, 1 << 16
 """Small enough that the traffic of a step does not fit into a burst; at least the kernel's largest segment."""
 
 
@@ -50,10 +50,10 @@ def unavailable_reason(*, shaped: bool) -> str:
     missing = [name for name in (*_NEEDED, *(("tc",) if shaped else ())) if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} cannot be found (packages iproute2 and util-linux)"
-    tried = subprocess.run(
+    probe = subprocess.run(
         [*_UNSHARE, "mount", "-t", "proc", "proc", "/proc"], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
-    return f"namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
+    return f"namespaces cannot be made here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class NamespaceHost:
@@ -64,7 +64,7 @@ class NamespaceHost:
         self.address = address_of(number)
         self._interface = interface
         script = ["sh", "-c", _INIT, "init", self.name, str(hosts_file)]
-        self._unshare = _held([*_UNSHARE, "--kill-child=KILL", *script])
+        self._unshare = _start_background([*_UNSHARE, "--kill-child=KILL", *script])
         self.init_pid = _init_of(self._unshare)
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -90,9 +90,9 @@ class NamespaceHost:
         with suppress(ProcessLookupError):
             os.kill(self.init_pid, signal.SIGKILL)
         for process in self._processes:
-            process.wait(timeout=_PATIENCE_S)
+            process.wait(timeout=_TIMEOUT_S)
         with suppress(subprocess.TimeoutExpired):
-            self._unshare.wait(timeout=_PATIENCE_S)  # it exits when its init does
+            self._unshare.wait(timeout=_TIMEOUT_S)  # it exits when its init does
         _end(self._unshare)
 
 
@@ -101,7 +101,7 @@ class NamespaceHosts:
 
     def __init__(self, network: NetworkConfig | None) -> None:
         self._network = network
-        self._stays: list[subprocess.Popen[str]] = []
+        self._switch_processes: list[subprocess.Popen[str]] = []
         self.hosts: list[NamespaceHost] = []
         self._folder = tempfile.TemporaryDirectory(prefix="closeranks-compare-")
 
@@ -114,7 +114,7 @@ class NamespaceHosts:
             for number in range(num_hosts):
                 self.hosts.append(NamespaceHost(number, path, "eth0" if self._network else "lo"))
             if self._network is not None:
-                self._join(self._network)
+                self._connect_hosts(self._network)
         except BaseException:
             self.close()
             raise
@@ -130,37 +130,39 @@ class NamespaceHosts:
     def close(self) -> None:
         for host in self.hosts:
             host.close()
-        for process in reversed(self._stays):
+        for process in reversed(self._switch_processes):
             _end(process)
         self._folder.cleanup()
 
-    def _join(self, network: NetworkConfig) -> None:
-        switch = _held(["unshare", "--net", "sh", "-c", "echo up && exec sleep infinity"])
-        self._stays.append(switch)
+    def _connect_hosts(self, network: NetworkConfig) -> None:
+        switch = _start_background(["unshare", "--net", "sh", "-c", "echo up && exec sleep infinity"])
+        self._switch_processes.append(switch)
         ports = [f"p{number}" for number in range(len(self.hosts))]
         if not network.delay_ms:
-            _inside(switch.pid, "ip", "link", "add", "br0", "type", "bridge")
-            _inside(switch.pid, "ip", "link", "set", "br0", "up")
+            _run_inside(switch.pid, "ip", "link", "add", "br0", "type", "bridge")
+            _run_inside(switch.pid, "ip", "link", "set", "br0", "up")
         for host, port in zip(self.hosts, ports, strict=True):
-            _plug(host, port, switch.pid, network)
+            _connect(host, port, switch.pid, network)
         if network.delay_ms:
             program = [sys.executable, delay_switch.__file__, "--delay-ms", f"{network.delay_ms:g}", *ports]
-            self._stays.append(_held(["nsenter", f"--net=/proc/{switch.pid}/ns/net", "--", *program]))
+            self._switch_processes.append(
+                _start_background(["nsenter", f"--net=/proc/{switch.pid}/ns/net", "--", *program])
+            )
 
 
-def _plug(host: NamespaceHost, port: str, switch: int, network: NetworkConfig) -> None:
+def _connect(host: NamespaceHost, port: str, switch: int, network: NetworkConfig) -> None:
     pid = str(host.init_pid)
-    _inside(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+    _run_inside(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
     if not network.delay_ms:
-        _inside(switch, "ip", "link", "set", port, "master", "br0")
-    _inside(switch, "ip", "link", "set", port, "up")
-    _inside(host.init_pid, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-    _inside(host.init_pid, "ip", "link", "set", "eth0", "up")
+        _run_inside(switch, "ip", "link", "set", port, "master", "br0")
+    _run_inside(switch, "ip", "link", "set", port, "up")
+    _run_inside(host.init_pid, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+    _run_inside(host.init_pid, "ip", "link", "set", "eth0", "up")
     if network.mbit:
-        burst = max(_LEAST_BURST, int(network.mbit * 1e6 / 8 * _BURST_S))
-        width = ("rate", f"{network.mbit * 1000:.0f}kbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms")
+        burst = max(_MIN_BURST_BYTES, int(network.mbit * 1e6 / 8 * _BURST_S))
+        tbf_options = ("rate", f"{network.mbit * 1000:.0f}kbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms")
         for pid_there, device in ((host.init_pid, "eth0"), (switch, port)):
-            _inside(pid_there, "tc", "qdisc", "add", "dev", device, "root", "tbf", *width)
+            _run_inside(pid_there, "tc", "qdisc", "add", "dev", device, "root", "tbf", *tbf_options)
 
 
 def address_of(number: int) -> str:
@@ -170,9 +172,9 @@ def address_of(number: int) -> str:
 def sent_bytes(table: str, interface: str) -> int:
     """Bytes that an interface sent, from the text of /proc/net/dev: the ninth number of its line."""
     for line in table.splitlines():
-        name, colon, figures = line.partition(":")
+        name, colon, numbers = line.partition(":")
         if colon and name.strip() == interface:
-            return int(figures.split()[8])
+            return int(numbers.split()[8])
     return 0
 
 
@@ -191,7 +193,7 @@ def _init_of(unshare: subprocess.Popen[str]) -> int:
     raise SetupError("a host for the comparison ended at once, or this kernel does not list child processes", _FIX)
 
 
-def _held(command: Sequence[str]) -> subprocess.Popen[str]:
+def _start_background(command: Sequence[str]) -> subprocess.Popen[str]:
     """Start a process that reports when it is ready, and runs until it is ended or this process ends."""
     process = subprocess.Popen(
         command,
@@ -203,26 +205,26 @@ def _held(command: Sequence[str]) -> subprocess.Popen[str]:
         preexec_fn=partial(die_with_parent, os.getpid()),
     )
     assert process.stdout is not None
-    told = process.stdout.readline().strip()
-    if told != "up":
+    line = process.stdout.readline().strip()
+    if line != "up":
         _end(process)
-        raise SetupError(f"a host for the comparison has not started: {told}", _FIX)
+        raise SetupError(f"a host for the comparison has not started: {line}", _FIX)
     return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.wait(timeout=_PATIENCE_S)
+    process.wait(timeout=_TIMEOUT_S)
     if process.stdout is not None:
         process.stdout.close()
 
 
-def _inside(pid: int, *command: str) -> None:
-    done = subprocess.run(
+def _run_inside(pid: int, *command: str) -> None:
+    finished = subprocess.run(
         ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    if done.returncode:
-        raise SetupError(f"`{' '.join(command)}` failed: {done.stderr.strip()}", _FIX)
+    if finished.returncode:
+        raise SetupError(f"`{' '.join(command)}` failed: {finished.stderr.strip()}", _FIX)

@@ -21,8 +21,8 @@ from closeranks.telemetry.reports.curves import quantile, wants_log_scale
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e6eaef"
 _COLOURS = ("#2563a8", "#e07b28", "#2f855a", "#7c4d9e", "#c53030", "#0e8f9c", "#8a6d1f", "#d1568b", "#52606d")
-_MOST_POINTS = 400
-_LONGEST = 26
+_MAX_POINTS = 400
+_MAX_NAME_LENGTH = 26
 
 
 def draw_curves(
@@ -39,14 +39,14 @@ def draw_curves(
         (figure.add_subplot(grid[1]), "loss over steps", "step", lambda point: float(point.step)),
     )
     is_log = wants_log_scale(point.value for one in _sound(outcomes) for point in one.losses)
-    for axes, title, label, place in panels:
-        _tidy(axes, title + (" (log scale)" if is_log else ""), label)
+    for axes, title, label, x_of in panels:
+        _style_axes(axes, title + (" (log scale)" if is_log else ""), label)
         if is_log:
             axes.set_yscale("log")
         for row in drawn:
             runs = [one.losses for one in outcomes if one.setting == row.name]
-            _draw_runs(axes, runs, place, _colour(table, row), _short(row.name))
-        _limit(axes, outcomes)
+            _draw_runs(axes, runs, x_of, _colour(table, row), _shorten(row.name))
+        _limit_y(axes, outcomes)
         if compare.target is not None and compare.target.metric == "loss":
             goal = compare.target.value
             axes.axhline(goal, color=_INK, linewidth=1.0, linestyle=(0, (2, 3)), zorder=1)
@@ -59,7 +59,7 @@ def draw_curves(
         handles, labels, loc="lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9, labelcolor=_INK
     )
     runs_each = max(row.num_runs for row in table.rows)
-    _head(figure, compare, f"{count(runs_each, 'run')} of each setting; thick: their mean")
+    _draw_header(figure, compare, f"{count(runs_each, 'run')} of each setting; thick: their mean")
     return _save(figure, path)
 
 
@@ -74,15 +74,15 @@ def draw_bars(path: Path, compare: CompareConfig, table: ResultTable) -> Path:
     ]
     num = len(table.rows)
     figure = _figure(11.6, 1.75 + 0.42 * num)
-    left = 0.03 + 0.0075 * max(len(_short(row.name)) for row in table.rows)
+    left = 0.03 + 0.0075 * max(len(_shorten(row.name)) for row in table.rows)
     top, bottom = 1 - 1.15 / (1.75 + 0.42 * num), 0.3 / (1.75 + 0.42 * num)
     grid = figure.add_gridspec(1, len(panels), left=left, right=0.985, top=top, bottom=bottom, wspace=0.12)
-    for number, (title, pick, words, missing) in enumerate(panels):
+    for number, (title, pick, text_of, missing) in enumerate(panels):
         axes = figure.add_subplot(grid[number])
-        _draw_bars(axes, table, pick, words, missing)
+        _draw_bars(axes, table, pick, text_of, missing)
         axes.set_title(title, loc="left", fontsize=9.5, color=_INK, fontweight="bold", pad=6)
-        axes.set_yticks(range(num), [_short(row.name) for row in table.rows] if number == 0 else [""] * num)
-    _head(figure, compare, "bars: means; whiskers: from the lowest run to the highest")
+        axes.set_yticks(range(num), [_shorten(row.name) for row in table.rows] if number == 0 else [""] * num)
+    _draw_header(figure, compare, "bars: means; whiskers: from the lowest run to the highest")
     return _save(figure, path)
 
 
@@ -94,7 +94,7 @@ def _draw_bars(
     axes: Any,
     table: ResultTable,
     pick: Callable[[SettingRow], RunStat | None],
-    words: Callable[[float], str],
+    text_of: Callable[[float], str],
     missing: str,
 ) -> None:
     for side in ("top", "right", "bottom"):
@@ -105,54 +105,54 @@ def _draw_bars(
     axes.set_ylim(len(table.rows) - 0.5, -0.5)
     highest = max((stat.high for row in table.rows if (stat := pick(row))), default=0.0) or 1.0
     axes.set_xlim(0, 1.5 * highest)  # room for the figure at the end of the longest bar
-    for place, row in enumerate(table.rows):
+    for y, row in enumerate(table.rows):
         stat = pick(row)
         if stat is None:
             text = row.reason.partition(":")[0] or missing
-            axes.text(0.02 * highest, place, text, fontsize=8.5, color=_QUIET, va="center", style="italic")
+            axes.text(0.02 * highest, y, text, fontsize=8.5, color=_QUIET, va="center", style="italic")
             continue
-        axes.barh(place, stat.mean, height=0.62, color=_colour(table, row), alpha=0.88)
+        axes.barh(y, stat.mean, height=0.62, color=_colour(table, row), alpha=0.88)
         if stat.num > 1:
-            axes.plot([stat.low, stat.high], [place, place], color=_INK, linewidth=1.1, solid_capstyle="butt")
-        axes.text(stat.high + 0.03 * highest, place, words(stat.mean), fontsize=9, color=_INK, va="center")
+            axes.plot([stat.low, stat.high], [y, y], color=_INK, linewidth=1.1, solid_capstyle="butt")
+        axes.text(stat.high + 0.03 * highest, y, text_of(stat.mean), fontsize=9, color=_INK, va="center")
 
 
 def _draw_runs(
-    axes: Any, runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float], colour: str, name: str
+    axes: Any, runs: Sequence[Sequence[MetricPoint]], x_of: Callable[[MetricPoint], float], colour: str, name: str
 ) -> None:
-    runs = [_thin(run) for run in runs if len(run) > 1]
+    runs = [_downsample(run) for run in runs if len(run) > 1]
     alone = len(runs) == 1
     for run in runs:
-        xs, ys = [place(point) for point in run], [point.value for point in run]
+        xs, ys = [x_of(point) for point in run], [point.value for point in run]
         axes.plot(xs, ys, color=colour, linewidth=2.0 if alone else 0.8, alpha=1 if alone else 0.35,
                   label=name if alone else None)  # fmt: skip
     if not alone:
-        xs, ys = mean_line(runs, place)
+        xs, ys = mean_line(runs, x_of)
         axes.plot(xs, ys, color=colour, linewidth=2.0, label=name, solid_capstyle="round")
 
 
 def mean_line(
-    runs: Sequence[Sequence[MetricPoint]], place: Callable[[MetricPoint], float]
+    runs: Sequence[Sequence[MetricPoint]], x_of: Callable[[MetricPoint], float]
 ) -> tuple[list[float], list[float]]:
     """The mean of several runs over the range that all of them cover, at the points of the run that has the most."""
-    first = max(place(run[0]) for run in runs)
-    last = min(place(run[-1]) for run in runs)
+    first = max(x_of(run[0]) for run in runs)
+    last = min(x_of(run[-1]) for run in runs)
     longest = max(runs, key=len)
-    xs = [x for point in longest if first <= (x := place(point)) <= last]
-    return xs, [mean(_value_at(run, x, place) for run in runs) for x in xs]
+    xs = [x for point in longest if first <= (x := x_of(point)) <= last]
+    return xs, [mean(_value_at(run, x, x_of) for run in runs) for x in xs]
 
 
-def _value_at(run: Sequence[MetricPoint], x: float, place: Callable[[MetricPoint], float]) -> float:
+def _value_at(run: Sequence[MetricPoint], x: float, x_of: Callable[[MetricPoint], float]) -> float:
     for before, after in pairwise(run):
-        if place(before) <= x <= place(after):
-            width = place(after) - place(before)
-            share = (x - place(before)) / width if width > 0 else 0.0
+        if x_of(before) <= x <= x_of(after):
+            width = x_of(after) - x_of(before)
+            share = (x - x_of(before)) / width if width > 0 else 0.0
             return before.value + share * (after.value - before.value)
     return run[-1].value
 
 
-def _thin(run: Sequence[MetricPoint]) -> list[MetricPoint]:
-    stride = math.ceil(len(run) / _MOST_POINTS)
+def _downsample(run: Sequence[MetricPoint]) -> list[MetricPoint]:
+    stride = math.ceil(len(run) / _MAX_POINTS)
     return [*run[:-1:stride], run[-1]]
 
 
@@ -160,7 +160,7 @@ def _sound(outcomes: Sequence[ComparisonRunOutcome]) -> Sequence[ComparisonRunOu
     return [one for one in outcomes if one.is_sound] or outcomes
 
 
-def _limit(axes: Any, outcomes: Sequence[ComparisonRunOutcome]) -> None:
+def _limit_y(axes: Any, outcomes: Sequence[ComparisonRunOutcome]) -> None:
     """Limit the y axis to the losses of the runs that finished; curves that diverged may be cut off."""
     values = [point.value for one in _sound(outcomes) for point in one.losses if math.isfinite(point.value)]
     if values:
@@ -181,7 +181,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _tidy(axes: Any, title: str, label: str) -> None:
+def _style_axes(axes: Any, title: str, label: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -194,7 +194,7 @@ def _tidy(axes: Any, title: str, label: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_INK, fontweight="bold", pad=7)
 
 
-def _head(figure: Any, compare: CompareConfig, note: str) -> None:
+def _draw_header(figure: Any, compare: CompareConfig, note: str) -> None:
     height = figure.get_size_inches()[1]
     where = ""
     if compare.network is not None:
@@ -212,8 +212,8 @@ def _colour(table: ResultTable, row: SettingRow) -> str:
     return _COLOURS[table.rows.index(row) % len(_COLOURS)]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
+def _shorten(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"
 
 
 def _save(figure: Any, path: Path) -> Path:

@@ -59,49 +59,49 @@ def outcome_line(outcome: ComparisonRunOutcome) -> str:
     return ", ".join([*parts, *([f"final loss {number(final)}"] if final is not None else [])])
 
 
-def print_result(story: ComparisonResult) -> None:
-    headings, rows = headings_and_cells(story.table)
+def print_result(result: ComparisonResult) -> None:
+    headings, rows = headings_and_cells(result.table)
     right = [name for name in headings if name not in _LEFT]
     print_table(headings, rows, right=right, spare=("memory", "x", "cost", "training", "note"))
 
 
-def write_report(story: ComparisonResult) -> list[Path]:
+def write_report(result: ComparisonResult) -> list[Path]:
     """Write all files; returns their paths, those that people open first."""
-    with disk_errors_explained(story.plan.folder):
-        return _write_all(story, story.plan.folder)
+    with disk_errors_explained(result.plan.folder):
+        return _write_all(result, result.plan.folder)
 
 
-def _write_all(story: ComparisonResult, folder: Path) -> list[Path]:
-    compare, table = story.plan.compare, story.table
+def _write_all(result: ComparisonResult, folder: Path) -> list[Path]:
+    compare, table = result.plan.compare, result.table
     bars = draw_bars(folder / "bars.png", compare, table)
-    curves = draw_curves(folder / "curves.png", compare, table, story.outcomes)
+    curves = draw_curves(folder / "curves.png", compare, table, result.outcomes)
     pictures = [path for path in (curves, bars) if path is not None]
-    _write(folder / "compare.json", json.dumps(as_json(story), indent=1, allow_nan=False) + "\n")
-    _write_runs(folder / "runs.csv", story.outcomes)
-    _write(folder / "compare.md", markdown_page(story, [path.name for path in pictures]))
+    _write(folder / "compare.json", json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+    _write_runs(folder / "runs.csv", result.outcomes)
+    _write(folder / "compare.md", markdown_page(result, [path.name for path in pictures]))
     return [folder / "compare.md", *pictures, folder / "compare.json", folder / "runs.csv"]
 
 
-def as_json(story: ComparisonResult) -> dict[str, Any]:
-    table = story.table
-    told = {
+def as_json(result: ComparisonResult) -> dict[str, Any]:
+    table = result.table
+    document = {
         "closeranks": __version__,
-        "command": story.command,
-        "job": str(story.plan.job_file),
-        "compare": story.plan.compare.model_dump(mode="json"),
-        "recommendation": story.advice,
+        "command": result.command,
+        "job": str(result.plan.job_file),
+        "compare": result.plan.compare.model_dump(mode="json"),
+        "recommendation": result.advice,
         "baseline": table.baseline.name,
         "metric": table.metric,
-        "bytes_not_measured": story.uncounted,
-        "settings": [_setting(story, row) for row in table.rows],
+        "bytes_not_measured": result.uncounted,
+        "settings": [_setting(result, row) for row in table.rows],
     }
-    return _finite(told)  # type: ignore[no-any-return]
+    return _finite(document)  # type: ignore[no-any-return]
 
 
-def _setting(story: ComparisonResult, row: SettingRow) -> dict[str, Any]:
-    (case,) = [case for case in story.plan.cases if case.name == row.name]
-    metric, is_evaluated = story.table.metric, story.table.is_evaluated
-    mine = [one for one in story.outcomes if one.setting == row.name]
+def _setting(result: ComparisonResult, row: SettingRow) -> dict[str, Any]:
+    (case,) = [case for case in result.plan.cases if case.name == row.name]
+    metric, is_evaluated = result.table.metric, result.table.is_evaluated
+    mine = [one for one in result.outcomes if one.setting == row.name]
     runs = [{**_flat(one), "final": one.final(metric, is_evaluated=is_evaluated)} for one in mine]
     return {**asdict(row), "overrides": list(case.overrides), "runs": runs}
 
@@ -140,20 +140,20 @@ def _write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def markdown_page(story: ComparisonResult, pictures: Sequence[str]) -> str:
-    headings, rows = headings_and_cells(story.table)
+def markdown_page(result: ComparisonResult, pictures: Sequence[str]) -> str:
+    headings, rows = headings_and_cells(result.table)
     lines = ["| " + " | ".join(headings) + " |", "|" + "".join(_rule(name) for name in headings)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     shown = [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(
         [
-            f"# {Path(story.plan.compare.job).stem}: {len(story.table.rows)} settings compared",
-            story.advice,
+            f"# {Path(result.plan.compare.job).stem}: {len(result.table.rows)} settings compared",
+            result.advice,
             "\n".join(lines),
-            conditions(story),
+            conditions(result),
             *shown,
-            "\n".join(["## Settings", "", *_settings(story)]),
-            f"Again: `{story.command}`\n",
+            "\n".join(["## Settings", "", *_settings(result)]),
+            f"Again: `{result.command}`\n",
         ]
     )
 
@@ -162,37 +162,37 @@ def _rule(name: str) -> str:
     return "---|" if name in _LEFT else "---:|"
 
 
-def conditions(story: ComparisonResult) -> str:
+def conditions(result: ComparisonResult) -> str:
     """The conditions under which the figures were measured, in a paragraph."""
-    compare, table = story.plan.compare, story.table
+    compare, table = result.plan.compare, result.table
     seeds = ", ".join(map(str, compare.seeds))
     runs = f"Each setting ran with seeds {seeds}" + (f", {compare.repeats} times each" if compare.repeats > 1 else "")
     parts = [f"{runs}, settings in turns. ± is the standard deviation over the runs that finished."]
     others = [f"{table.baseline.name} is the baseline of `x`, `speed-up` and `above baseline`, seed by seed."]
     network = compare.network
     if network is not None:
-        width = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
+        links = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
         parts.append(
-            f"{network.hosts} hosts (network namespaces), {width}, {network.delay_ms:g} ms between two of them."
+            f"{network.hosts} hosts (network namespaces), {links}, {network.delay_ms:g} ms between two of them."
         )
         parts.append("Bytes are those that crossed the links.")
-    elif story.uncounted:
-        but = ", except in earlier runs" if any(one.bytes_total is not None for one in story.outcomes) else ""
-        parts.append(f"Bytes were not measured{but}: {story.uncounted}.")
+    elif result.uncounted:
+        but = ", except in earlier runs" if any(one.bytes_total is not None for one in result.outcomes) else ""
+        parts.append(f"Bytes were not measured{but}: {result.uncounted}.")
     else:
         parts.append("Bytes are those that the workers sent one another over loopback.")
     of = "the last evaluation" if table.is_evaluated else "the last tenth of training"
     parts.append(f"The final {table.metric} is that of {of}; times are of training, evaluations left out.")
-    machines = list(dict.fromkeys(one.machine for one in story.outcomes if one.machine))
+    machines = list(dict.fromkeys(one.machine for one in result.outcomes if one.machine))
     if len(machines) > 1:
         parts.append(f"Times of different machines are mixed: {'; '.join(machines)}.")
     return " ".join([*parts, *others])
 
 
-def _settings(story: ComparisonResult) -> list[str]:
-    common = override_texts(story.plan.compare.set)
+def _settings(result: ComparisonResult) -> list[str]:
+    common = override_texts(result.plan.compare.set)
     lines = [f"- all: `{' '.join(common)}`"] if common else []
-    for setting in story.plan.compare.setting:
+    for setting in result.plan.compare.setting:
         changes = " ".join(override_texts(setting.set))
         lines.append(f"- {setting.name}: `{changes}`" if changes else f"- {setting.name}: the job as it is")
     return lines

@@ -154,12 +154,12 @@ def _row(
         bytes_per_step=stat(lambda one: one.bytes_per_step),
         bytes_ratio=ratio(lambda one: one.bytes_per_step),
         seconds=stat(lambda one: one.seconds),
-        seconds_ratio=_beside(sound, base, lambda one: one.seconds, _over),
+        seconds_ratio=_paired_stat(sound, base, lambda one: one.seconds, _speedup),
         seconds_to_target=to_target if has_target else None,
         num_reached=len(reached),
-        speedup=_beside(sound, base, lambda one: one.seconds_to_target, _over) if to_target else None,
+        speedup=_paired_stat(sound, base, lambda one: one.seconds_to_target, _speedup) if to_target else None,
         final=stat(final),
-        final_gap=_beside(sound, base, final, _above),
+        final_gap=_paired_stat(sound, base, final, _difference),
         final_loss=stat(lambda one: one.final_loss),
         eval_loss=stat(lambda one: one.eval_loss),
         memory_bytes=stat(lambda one: one.memory_bytes),
@@ -172,19 +172,19 @@ def _ratio(over: RunStat | None, under: RunStat | None) -> float | None:
     return over.mean / under.mean if over is not None and under is not None and under.mean > 0 else None
 
 
-def _over(mine: float, theirs: float) -> float | None:
+def _speedup(mine: float, theirs: float) -> float | None:
     return theirs / mine if mine > 0 else None
 
 
-def _above(mine: float, theirs: float) -> float:
+def _difference(mine: float, theirs: float) -> float:
     return mine - theirs
 
 
-def _beside(
+def _paired_stat(
     sound: Sequence[ComparisonRunOutcome],
     base: Sequence[ComparisonRunOutcome],
     pick: Figure,
-    weigh: Callable[[float, float], float | None],
+    compare: Callable[[float, float], float | None],
 ) -> RunStat | None:
     """Compares each run with the baseline's run of the same seed; None if one of those has no figure."""
     theirs = {(one.seed, one.repeat): pick(one) for one in base}
@@ -193,7 +193,7 @@ def _beside(
     found = []
     for one in sound:
         mine, other = pick(one), theirs.get((one.seed, one.repeat))
-        found.append(weigh(mine, other) if mine is not None and other is not None else None)
+        found.append(compare(mine, other) if mine is not None and other is not None else None)
     return RunStat.of(found)
 
 
@@ -201,7 +201,7 @@ def _reason(group: Sequence[ComparisonRunOutcome]) -> str:
     """``diverged in 2 of 3 runs: its loss is not finite from step 4``; the first run of each kind gives the reason."""
     parts = []
     for state in dict.fromkeys(one.state for one in group if not one.is_sound):
-        those = [one for one in group if one.state == state]
-        often = "" if len(those) == len(group) else f" in {len(those)} of {len(group)} runs"
-        parts.append(f"{state}{often}: {those[0].reason.rstrip('.')}")
+        runs = [one for one in group if one.state == state]
+        share = "" if len(runs) == len(group) else f" in {len(runs)} of {len(group)} runs"
+        parts.append(f"{state}{share}: {runs[0].reason.rstrip('.')}")
     return "; ".join(parts)

@@ -30,31 +30,33 @@ def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
     Without a network, the result says why bytes will not be counted, if so.
     """
     network = plan.compare.network
-    far = next((value for case in plan.cases for value in _addresses(case.job.model_dump(mode="json"))), "")
+    remote_url = next((value for case in plan.cases for value in _remote_urls(case.job.model_dump(mode="json"))), "")
     if network is not None:
-        if far:
+        if remote_url:
             fix = "Name a copy on this machine, or remove [network]."
-            raise SetupError(f"the job needs {far}, which the hosts of [network] cannot reach", fix)
+            raise SetupError(f"the job needs {remote_url}, which the hosts of [network] cannot reach", fix)
         if reason := unavailable_reason(shaped=bool(network.mbit)):
             raise SetupError(f"the hosts of [network] cannot be made: {reason}", "Remove [network], or run as root.")
         return RunEnvironment(network, is_counted=True)
     if not plan.compare.isolate:
         return RunEnvironment(None, is_counted=False, not_counted_reason="isolate = false")
-    if far:
+    if remote_url:
         return RunEnvironment(
-            None, is_counted=False, not_counted_reason=f"the job needs {far}, which a namespace of its own cannot reach"
+            None,
+            is_counted=False,
+            not_counted_reason=f"the job needs {remote_url}, which a namespace of its own cannot reach",
         )
     reason = unavailable_reason(shaped=False)
     return RunEnvironment(None, is_counted=not reason, not_counted_reason=reason)
 
 
-def _addresses(value: object) -> Iterator[str]:
+def _remote_urls(value: object) -> Iterator[str]:
     """URLs in the job that refer to other machines."""
     if isinstance(value, dict):
         for one in value.values():
-            yield from _addresses(one)
+            yield from _remote_urls(one)
     elif isinstance(value, list):
         for one in value:
-            yield from _addresses(one)
+            yield from _remote_urls(one)
     elif isinstance(value, str) and "://" in value and not value.startswith(("file://", "memory://")):
         yield value

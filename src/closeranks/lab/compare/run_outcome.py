@@ -19,9 +19,9 @@ from closeranks.lab.compare.traffic import bytes_per_step, recorded_step_times
 from closeranks.telemetry.run_log.run_history import RunHistory, load_history
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
-_RISEN = 1.2
+_DIVERGED_RATIO = 1.2
 """A loss has diverged, though finite, if the mean of its last tenth exceeds this multiple of that of its first."""
-_FEWEST = 2
+_MIN_SIDE_STEPS = 2
 """Minimum steps on each side over which a figure is smoothed."""
 
 
@@ -87,9 +87,11 @@ class ComparisonRunOutcome:
 
 
 def read_outcome(
-    compare: CompareConfig, run: ComparisonRun, slot: ComparisonRunFolder, record: RunRecord
+    compare: CompareConfig, run: ComparisonRun, run_folder: ComparisonRunFolder, record: RunRecord
 ) -> ComparisonRunOutcome:
-    return outcome_of(compare, run, record, load_history(slot.folder), recorded_step_times(slot), str(slot.folder))
+    return outcome_of(
+        compare, run, record, load_history(run_folder.folder), recorded_step_times(run_folder), str(run_folder.folder)
+    )
 
 
 def outcome_of(
@@ -140,8 +142,8 @@ def outcome_of(
 def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
     """How a run ended, and the reason in words if it did not finish."""
     steps = history.steps
-    if steps and _is_lost(steps[-1]):
-        return DIVERGED, f"its loss is not finite from step {_since(steps, _is_lost)}"
+    if steps and _has_nonfinite_loss(steps[-1]):
+        return DIVERGED, f"its loss is not finite from step {_since(steps, _has_nonfinite_loss)}"
     has_failed = record.exit_code != 0 and not record.is_stopped
     if has_failed and steps and not steps[-1].taken:
         return DIVERGED, f"its gradients are not finite from step {_since(steps, lambda step: not step.taken)}"
@@ -154,12 +156,12 @@ def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
         return DIVERGED, f"its loss in the evaluation after step {history.evals[-1].step} is not finite"
     losses = [step.loss for step in steps]
     first, last = _first(losses), _last(losses)
-    if first is not None and last is not None and last > _RISEN * first > 0:
+    if first is not None and last is not None and last > _DIVERGED_RATIO * first > 0:
         return DIVERGED, f"its loss rose from {first:.4g} to {last:.4g}"
     return FINISHED, ""
 
 
-def _is_lost(step: StepDone) -> bool:
+def _has_nonfinite_loss(step: StepDone) -> bool:
     return not math.isfinite(step.loss)
 
 
@@ -198,27 +200,27 @@ def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
     is_finite = [math.isfinite(point.value) for point in raw]
     sums = [0.0, *accumulate(point.value if ok else 0.0 for point, ok in zip(raw, is_finite, strict=True))]
     counts = [0, *accumulate(map(int, is_finite))]
-    widest = max(_FEWEST, len(raw) // 20)
+    widest = max(_MIN_SIDE_STEPS, len(raw) // 20)
     smoothed = []
-    for place, point in enumerate(raw):
-        half = min(widest, place)
-        first, stop = place - half, min(len(raw), place + half + 1)
+    for index, point in enumerate(raw):
+        half = min(widest, index)
+        first, stop = index - half, min(len(raw), index + half + 1)
         num = counts[stop] - counts[first]
         smoothed.append(MetricPoint(point.step, point.at_s, (sums[stop] - sums[first]) / num if num else math.nan))
     return smoothed
 
 
-def first_reaching(row: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
+def first_reaching(series: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
     """Where a series first reaches the target, interpolated between points; ``value`` is the step. None if nowhere."""
     sign = 1.0 if rises else -1.0
     before: MetricPoint | None = None
-    for point in row:
-        short = sign * (target - point.value)
-        if short <= 0:
+    for point in series:
+        shortfall = sign * (target - point.value)
+        if shortfall <= 0:
             if before is None:
                 return MetricPoint(point.step, point.at_s, float(point.step))
             gap = sign * (target - before.value)
-            share = gap / (gap - short)
+            share = gap / (gap - shortfall)
             at_s = before.at_s + share * (point.at_s - before.at_s)
             return MetricPoint(point.step, at_s, before.step + share * (point.step - before.step))
         before = point if math.isfinite(point.value) else None

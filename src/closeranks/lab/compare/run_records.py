@@ -76,9 +76,9 @@ class ComparisonRunFolder:
     def read(self) -> RunRecord | None:
         """How the run went; None if it has not finished, or was recorded by an incompatible version."""
         try:
-            told = json.loads(read_text(self._done))
-            traffic = tuple((float(at), int(sent)) for at, sent in told["traffic"])
-            return RunRecord(**{**told, "traffic": traffic, "machine": MachineInfo(**told["machine"])})
+            fields = json.loads(read_text(self._done))
+            traffic = tuple((float(at), int(sent)) for at, sent in fields["traffic"])
+            return RunRecord(**{**fields, "traffic": traffic, "machine": MachineInfo(**fields["machine"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -113,23 +113,23 @@ def disk_errors_explained(path: Path) -> Iterator[None]:
 def last_output(output: str) -> str:
     """The message with which ``closeranks`` ended, or else the last line of the output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [place for place, line in enumerate(lines) if line.startswith("closeranks: ")]
-    if told:
-        return " ".join(lines[told[-1] :][:3]).removeprefix("closeranks: ")
+    starts = [index for index, line in enumerate(lines) if line.startswith("closeranks: ")]
+    if starts:
+        return " ".join(lines[starts[-1] :][:3]).removeprefix("closeranks: ")
     return lines[-1] if lines else ""
 
 
 def failed_runs(plan: ComparisonPlan) -> Sequence[ComparisonRunFolder]:
     """Runs that ended with a failure; clearing their folders makes them run again."""
-    slots = [ComparisonRunFolder(plan, run) for run in plan.runs]
-    return [slot for slot in slots if (record := slot.read()) and record.exit_code and not record.is_stopped]
+    folders = [ComparisonRunFolder(plan, run) for run in plan.runs]
+    return [folder for folder in folders if (record := folder.read()) and record.exit_code and not record.is_stopped]
 
 
 def mixed_machines(records: Sequence[RunRecord | None], here: MachineInfo) -> str:
     """A warning if times of several machines would be mixed; None stands for a run that is still to be made here."""
-    foreign = [record.machine for record in records if record is not None and record.machine != here]
-    if not foreign or (len(set(foreign)) == 1 and len(foreign) == len(records)):
+    others = [record.machine for record in records if record is not None and record.machine != here]
+    if not others or (len(set(others)) == 1 and len(others) == len(records)):
         return ""
-    where = " and ".join(str(machine) or "an unknown machine" for machine in dict.fromkeys(foreign))
-    runs = f"{count(len(foreign), 'finished run')} {'is' if len(foreign) == 1 else 'are'} of {where}"
+    where = " and ".join(str(machine) or "an unknown machine" for machine in dict.fromkeys(others))
+    runs = f"{count(len(others), 'finished run')} {'is' if len(others) == 1 else 'are'} of {where}"
     return f"{runs}, not of {here}: times of different machines are mixed."

@@ -41,42 +41,44 @@ from closeranks.lab.compare.run_records import (
 from closeranks.telemetry.run_log.recorder import parse_line
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _STOP_S = 15.0
 _JOINED_STOP_S = 2.0
 """A host that joined has nothing to save once its leader is gone."""
 _PORT = 29400
-_MOST_SAMPLES = 4000
+_MAX_SAMPLES = 4000
 
 
 def run_all(
-    plan: ComparisonPlan, place: RunEnvironment, on_done: Callable[[ComparisonRun, ComparisonRunFolder, RunRecord], str]
+    plan: ComparisonPlan,
+    environment: RunEnvironment,
+    on_done: Callable[[ComparisonRun, ComparisonRunFolder, RunRecord], str],
 ) -> None:
     """Run what is not finished, and print the outcome of each run as it ends; ``on_done`` returns it as text."""
     here = MachineInfo.here()
-    if mixed := mixed_machines([_finished(ComparisonRunFolder(plan, run), place) for run in plan.runs], here):
+    if mixed := mixed_machines([_finished(ComparisonRunFolder(plan, run), environment) for run in plan.runs], here):
         typer.echo(mixed)
-    with _stopped_in_order():
+    with _signals_as_exceptions():
         for number, run in enumerate(plan.runs, 1):
-            slot = ComparisonRunFolder(plan, run)
+            run_folder = ComparisonRunFolder(plan, run)
             typer.echo(f"[{number}/{len(plan.runs)}] {run.case.name}, seed {run.seed}: ", nl=False)
-            record = _finished(slot, place)
+            record = _finished(run_folder, environment)
             before = " (from before)" if record is not None else ""
             if record is None:
-                slot.clear()
-                record = replace(_carry_out(plan, place, run, slot), machine=here)
-                slot.write(record)
-            typer.echo(on_done(run, slot, record) + before)
+                run_folder.clear()
+                record = replace(_run_one(plan, environment, run, run_folder), machine=here)
+                run_folder.write(record)
+            typer.echo(on_done(run, run_folder, record) + before)
 
 
-def _finished(slot: ComparisonRunFolder, place: RunEnvironment) -> RunRecord | None:
+def _finished(run_folder: ComparisonRunFolder, environment: RunEnvironment) -> RunRecord | None:
     """The record of an earlier run; None if there is none, or if its bytes were not counted but can be now."""
-    record = slot.read()
-    return record if record is None or record.traffic or not place.is_counted else None
+    record = run_folder.read()
+    return record if record is None or record.traffic or not environment.is_counted else None
 
 
 @contextmanager
-def _stopped_in_order() -> Iterator[None]:
+def _signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP raise an exception as Ctrl-C does, so that all three clean up on the way out."""
 
     class _Terminated(BaseException): ...
@@ -84,55 +86,59 @@ def _stopped_in_order() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise _Terminated(signum)
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_sighup_ignored(number)]
-    before = {number: signal.signal(number, stop) for number in heard}
+    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if not is_sighup_ignored(number)]
+    handlers = {number: signal.signal(number, stop) for number in signals}
     again = "Everything is stopped; the same command continues with the missing runs."
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("stopped")
         raise Interrupted("interrupted", again) from None
-    except _Terminated as told:
+    except _Terminated as error:
         typer.echo("stopped")
-        if told.args == (signal.SIGHUP,):
+        if error.args == (signal.SIGHUP,):
             raise Disconnected("disconnected", again) from None
         raise Drained("terminated", again) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _carry_out(plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, slot: ComparisonRunFolder) -> RunRecord:
+def _run_one(
+    plan: ComparisonPlan, environment: RunEnvironment, run: ComparisonRun, run_folder: ComparisonRunFolder
+) -> RunRecord:
     try:
-        return _started_and_watched(plan, place, run, slot)
+        return _start_and_watch(plan, environment, run, run_folder)
     except OSError as error:
         fix = "Fix that; the same command continues with the missing runs."
         raise SetupError(f"a run cannot be carried out: {error}", fix) from error
 
 
-def _started_and_watched(
-    plan: ComparisonPlan, place: RunEnvironment, run: ComparisonRun, slot: ComparisonRunFolder
+def _start_and_watch(
+    plan: ComparisonPlan, environment: RunEnvironment, run: ComparisonRun, run_folder: ComparisonRunFolder
 ) -> RunRecord:
     processes: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
-        output = stack.enter_context(slot.open(slot.output.name))
-        hosts = stack.enter_context(NamespaceHosts(place.network)) if place.is_counted else None
+        output = stack.enter_context(run_folder.open(run_folder.output.name))
+        hosts = stack.enter_context(NamespaceHosts(environment.network)) if environment.is_counted else None
         stack.callback(_stop, processes, hosts is not None)
-        command = _command(plan, run, slot, place.network)
+        command = _command(plan, run, run_folder, environment.network)
         started_at = time.monotonic()
         processes.append(hosts.hosts[0].start(command, output) if hosts else _start_here(command, output))
         others = hosts.hosts[1:] if hosts else []
         for host in others:
-            joined = stack.enter_context(slot.open(f"{host.name}.txt"))
-            processes.append(host.start(_joining(slot, host, run.case.num_workers // (len(others) + 1)), joined))
-        watched = _Watch(processes[0], hosts, slot, plan.compare.budget.seconds)
-        exit_code = watched.wait()
+            host_output = stack.enter_context(run_folder.open(f"{host.name}.txt"))
+            processes.append(
+                host.start(_agent_command(run_folder, host, run.case.num_workers // (len(others) + 1)), host_output)
+            )
+        watch = _Watch(processes[0], hosts, run_folder, plan.compare.budget.seconds)
+        exit_code = watch.wait()
     return RunRecord(
         exit_code=exit_code,
         wall_s=time.monotonic() - started_at,
-        is_stopped=watched.is_stopped,
-        traffic=tuple(watched.samples),
-        said=last_output(slot.output.read_text(errors="replace")),
+        is_stopped=watch.is_stopped,
+        traffic=tuple(watch.samples),
+        said=last_output(run_folder.output.read_text(errors="replace")),
     )
 
 
@@ -150,18 +156,18 @@ def _start_here(command: Sequence[str], output: IO[str]) -> subprocess.Popen[str
 
 
 def _command(
-    plan: ComparisonPlan, run: ComparisonRun, slot: ComparisonRunFolder, network: NetworkConfig | None
+    plan: ComparisonPlan, run: ComparisonRun, run_folder: ComparisonRunFolder, network: NetworkConfig | None
 ) -> list[str]:
     num_hosts = network.hosts if network else 1
-    words = [*_closeranks(), "train", str(plan.job_file), "-n", str(run.case.num_workers // num_hosts)]
+    command = [*_closeranks(), "train", str(plan.job_file), "-n", str(run.case.num_workers // num_hosts)]
     if network is not None:
-        token = slot.path / "token"
+        token = run_folder.path / "token"
         with disk_errors_explained(token):
             token.touch(mode=0o600)
             token.write_text(secrets.token_hex(32))
         listen = f"{address_of(0)}:{_PORT}"
-        words += ["--hosts", str(num_hosts), "--listen", listen, "--token-file", str(token)]
-    return [*words, *run.case.overrides, f"run.seed={run.seed}", f"run.folder={slot.folder}"]
+        command += ["--hosts", str(num_hosts), "--listen", listen, "--token-file", str(token)]
+    return [*command, *run.case.overrides, f"run.seed={run.seed}", f"run.folder={run_folder.folder}"]
 
 
 def _closeranks() -> list[str]:
@@ -169,9 +175,9 @@ def _closeranks() -> list[str]:
     return ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "closeranks"]
 
 
-def _joining(slot: ComparisonRunFolder, host: NamespaceHost, num_workers: int) -> list[str]:
-    words = ["agent", "--join", f"{address_of(0)}:{_PORT}", "-n", str(num_workers), "--name", host.name]
-    return [*_closeranks(), *words, "--token-file", str(slot.path / "token")]
+def _agent_command(run_folder: ComparisonRunFolder, host: NamespaceHost, num_workers: int) -> list[str]:
+    arguments = ["agent", "--join", f"{address_of(0)}:{_PORT}", "-n", str(num_workers), "--name", host.name]
+    return [*_closeranks(), *arguments, "--token-file", str(run_folder.path / "token")]
 
 
 def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
@@ -179,16 +185,16 @@ def _stop(processes: Sequence[subprocess.Popen[str]], is_inside: bool) -> None:
 
     What still runs in a PID namespace ends with its init.
     """
-    patience_s = _STOP_S
+    timeout_s = _STOP_S
     for process in processes:
         if process.poll() is None:
             _signal(process, is_inside, signal.SIGINT)
             try:
-                process.wait(timeout=patience_s)
+                process.wait(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.wait()
-        patience_s = _JOINED_STOP_S
+        timeout_s = _JOINED_STOP_S
 
 
 def _signal(process: subprocess.Popen[str], is_inside: bool, signum: int) -> None:
@@ -203,31 +209,31 @@ class _Watch:
 
     def __init__(
         self,
-        lead: subprocess.Popen[str],
+        leader: subprocess.Popen[str],
         hosts: NamespaceHosts | None,
-        slot: ComparisonRunFolder,
+        run_folder: ComparisonRunFolder,
         budget_s: float | None,
     ) -> None:
-        self._lead = lead
+        self._leader = leader
         self._hosts = hosts
-        self._metrics = RunFolder(slot.folder).metrics(0)
+        self._metrics = RunFolder(run_folder.folder).metrics(0)
         self._budget_s = budget_s
         self._began_at: float | None = None
         self.is_stopped = False
         self.samples: list[tuple[float, int]] = []
-        self._look_s = _LOOK_S
+        self._poll_s = _POLL_S
 
     def wait(self) -> int:
         while True:
             try:
-                status = self._lead.wait(timeout=self._look_s)
+                status = self._leader.wait(timeout=self._poll_s)
             except subprocess.TimeoutExpired:
-                self._look()
+                self._poll()
             else:
                 self._count()
                 return status if status >= 0 else 128 - status
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._count()
         if self._budget_s is None or self.is_stopped:
             return
@@ -235,15 +241,15 @@ class _Watch:
             self._began_at = _began_at(self._metrics)
         elif time.time() - self._began_at >= self._budget_s:
             self.is_stopped = True
-            _signal(self._lead, self._hosts is not None, signal.SIGINT)
+            _signal(self._leader, self._hosts is not None, signal.SIGINT)
 
     def _count(self) -> None:
         if self._hosts is None:
             return
         self.samples.append((time.time(), self._hosts.sent_bytes()))
-        if len(self.samples) > _MOST_SAMPLES:  # a long run: half as many samples suffice
+        if len(self.samples) > _MAX_SAMPLES:  # a long run: half as many samples suffice
             self.samples = self.samples[::2]
-            self._look_s *= 2
+            self._poll_s *= 2
 
 
 def _began_at(metrics: Path) -> float | None:

@@ -29,14 +29,14 @@ def _cells(table: ResultTable, row: SettingRow, goal: str, final: str) -> dict[s
     return {
         "setting": row.name,
         "workers": str(row.num_workers) if any(one.num_workers != row.num_workers for one in table.rows) else "",
-        "steps/s": _about(row.steps_per_s, brief),
+        "steps/s": _with_spread(row.steps_per_s, brief),
         "x": _times(row.rate_ratio, base),
         "bytes/step": size(row.bytes_per_step.mean) if row.bytes_per_step else _NONE,
-        "training": _about(row.seconds, duration) if not table.is_timed else "",
-        goal: _goal(table, row),
-        "speed-up": _NONE if base else _about(row.speedup, _ratio),
-        final: _about(row.final, number),
-        "above baseline": _NONE if base or row.final_gap is None else _about(row.final_gap, _signed),
+        "training": _with_spread(row.seconds, duration) if not table.is_timed else "",
+        goal: _target_cell(table, row),
+        "speed-up": _NONE if base else _with_spread(row.speedup, _ratio),
+        final: _with_spread(row.final, number),
+        "above baseline": _NONE if base or row.final_gap is None else _with_spread(row.final_gap, _signed),
         "memory": size(row.memory_bytes.mean) if row.memory_bytes else _NONE,
         "cost": brief(row.cost.mean) if row.cost else _NONE,
         "cost to target": brief(row.cost_to_target.mean) if row.cost_to_target else _NONE,
@@ -44,18 +44,18 @@ def _cells(table: ResultTable, row: SettingRow, goal: str, final: str) -> dict[s
     }
 
 
-def _goal(table: ResultTable, row: SettingRow) -> str:
+def _target_cell(table: ResultTable, row: SettingRow) -> str:
     if table.target is None or not row.num_sound:
         return _NONE
     if row.seconds_to_target is not None:
-        return _about(row.seconds_to_target, duration)
+        return _with_spread(row.seconds_to_target, duration)
     return "not reached" if not row.num_reached else f"reached by {row.num_reached} of {row.num_sound}"
 
 
-def _about(stat: RunStat | None, words: Any) -> str:
+def _with_spread(stat: RunStat | None, text_of: Any) -> str:
     if stat is None:
         return _NONE
-    return f"{words(stat.mean)} ± {words(stat.spread).lstrip('+')}" if stat.num > 1 else str(words(stat.mean))
+    return f"{text_of(stat.mean)} ± {text_of(stat.spread).lstrip('+')}" if stat.num > 1 else str(text_of(stat.mean))
 
 
 def _signed(value: float) -> str:

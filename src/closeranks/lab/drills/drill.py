@@ -39,7 +39,7 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 _FIRST_S, _FIRST_FACTOR = 20.0, 5.0
 _SLOW_STEPS = 3
 """``elastic.slow_steps`` of a drill, in which a worker is slow for a few steps only."""
-_SAVES = 2
+_SAVE_EVERY = 2
 """Steps between saves if a full disk is among the faults: a save must hit it."""
 
 
@@ -65,32 +65,32 @@ def possible_kinds(num_workers: int) -> tuple[ParsedFaults, dict[str, str]]:
     return ParsedFaults(kinds=tuple(name for name in kinds if name not in without)), without
 
 
-def run_drill(orders: DrillRequest) -> bool:
+def run_drill(request: DrillRequest) -> bool:
     """Whether every fault was survived, and the run is equal to the one that never failed."""
-    job, num_workers = _prepare(orders)
-    folder = make_unused_folder(Path(orders.folder or Path("runs") / f"drill-{orders.path.stem}"))
+    job, num_workers = _prepare(request)
+    folder = make_unused_folder(Path(request.folder or Path("runs") / f"drill-{request.path.stem}"))
     try:
-        return _drill_in(folder, orders, job, num_workers)
+        return _drill_in(folder, request, job, num_workers)
     finally:
         with suppress(OSError):
             folder.rmdir()  # only if it is empty
 
 
-def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) -> bool:
+def _drill_in(folder: Path, request: DrillRequest, job: Job, num_workers: int) -> bool:
     started_at = time.monotonic()
-    quiet = _settings(orders, folder / "undisturbed")
+    settings = _settings(request, folder / "undisturbed")
     typer.echo(f"1/2 undisturbed: {folder / 'undisturbed'}")
-    launch.train(orders.path, quiet, num_workers)
-    course = read_recorded_run(folder / "undisturbed")
-    faults = _faults(orders, course.last_step, num_workers)
+    launch.train(request.path, settings, num_workers)
+    undisturbed = read_recorded_run(folder / "undisturbed")
+    faults = _faults(request, undisturbed.last_step, num_workers)
     typer.echo(f"\n2/2 with {len(faults)} faults: {folder / 'disturbed'}")
     for fault in faults:
         typer.echo(f"  {fault}")
     with Injector(faults, RunFolder(folder / "disturbed").checkpoints) as injector:
-        disturbed = [_patience(course), *_settings(orders, folder / "disturbed")]
-        failure = _train(orders.path, disturbed, num_workers, injector)
-    summary = _compare(folder, course, injector, failure, num_workers, TOLERANCE[job.train.precision])
-    facts = {"job": str(orders.path), "num_workers": num_workers, "seed": orders.seed, "command": orders.command}
+        settings = [_first_step_limit(undisturbed), *_settings(request, folder / "disturbed")]
+        failure = _train(request.path, settings, num_workers, injector)
+    summary = _compare(folder, undisturbed, injector, failure, num_workers, TOLERANCE[job.train.precision])
+    facts = {"job": str(request.path), "num_workers": num_workers, "seed": request.seed, "command": request.command}
     facts |= {"faults": [str(fault) for fault in faults], "seconds": round(time.monotonic() - started_at, 3)}
     write_report(folder, summary, facts)
     typer.echo()
@@ -99,46 +99,46 @@ def _drill_in(folder: Path, orders: DrillRequest, job: Job, num_workers: int) ->
     return summary.has_passed
 
 
-def _prepare(orders: DrillRequest) -> tuple[Job, int]:
+def _prepare(request: DrillRequest) -> tuple[Job, int]:
     """Refuse everything that can be refused before an hour is spent on the first run."""
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
-    job = load_job(orders.path, orders.overrides).value
-    num_workers = launch.workers_of(job, orders.num_workers)
+    job = load_job(request.path, request.overrides).value
+    num_workers = launch.workers_of(job, request.num_workers)
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
     if not job.elastic.enabled:
         raise UserError("elastic.enabled is false: this job survives no fault", "Remove elastic.enabled.")
     if job.train.steps is not None and not job.checkpoint.resume:
-        _faults(orders, job.train.steps, num_workers)
+        _faults(request, job.train.steps, num_workers)
     else:
-        check_faults(orders.asked.faults, num_workers)
-    kinds = (*orders.asked.kinds, *(fault.kind for fault in orders.asked.faults))
+        check_faults(request.asked.faults, num_workers)
+    kinds = (*request.asked.kinds, *(fault.kind for fault in request.asked.faults))
     for kind, reason in unavailable_kinds(kinds).items():
         raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out of --faults.")
     return job, num_workers
 
 
-def _faults(orders: DrillRequest, num_steps: int, num_workers: int) -> list[InjectedFault]:
+def _faults(request: DrillRequest, num_steps: int, num_workers: int) -> list[InjectedFault]:
     """The faults given in full, and those drawn for the campaign."""
-    asked = orders.asked
+    asked = request.asked
     faults = list(asked.faults)
     if asked.kinds:
-        faults += draw_campaign(asked.kinds, orders.count or len(asked.kinds), orders.seed, num_steps, num_workers)
+        faults += draw_campaign(asked.kinds, request.count or len(asked.kinds), request.seed, num_steps, num_workers)
     check_faults(faults, num_workers, num_steps)
     return sorted(faults, key=lambda fault: fault.step)
 
 
-def _settings(orders: DrillRequest, folder: Path) -> list[str]:
+def _settings(request: DrillRequest, folder: Path) -> list[str]:
     """Defaults of a drill, then the user's overrides, then what the comparison of both runs requires."""
-    asked = orders.asked
-    num_faults = 2 * (len(asked.faults) + max(orders.count, len(asked.kinds))) + 10
+    asked = request.asked
+    num_faults = 2 * (len(asked.faults) + max(request.count, len(asked.kinds))) + 10
     is_full = "diskfull" in (*asked.kinds, *(fault.kind for fault in asked.faults))
     return [
         *(f"elastic.{name}={num_faults}" for name in ("max_faults", "max_host_faults", "max_repeats")),
         f"elastic.slow_steps={_SLOW_STEPS}",
-        *([f"checkpoint.every={_SAVES}"] if is_full else []),
-        *orders.overrides,
+        *([f"checkpoint.every={_SAVE_EVERY}"] if is_full else []),
+        *request.overrides,
         "run.deterministic=true",
         "elastic.snapshot_every=1",
         "checkpoint.save=true",
@@ -148,9 +148,9 @@ def _settings(orders: DrillRequest, folder: Path) -> list[str]:
     ]
 
 
-def _patience(course: RecordedRun) -> str:
+def _first_step_limit(undisturbed: RecordedRun) -> str:
     """A shorter limit for first steps, from the undisturbed run, so that a hang in one is detected sooner."""
-    return f"elastic.first_s={max(_FIRST_S, _FIRST_FACTOR * course.longest_s):.1f}"
+    return f"elastic.first_s={max(_FIRST_S, _FIRST_FACTOR * undisturbed.longest_s):.1f}"
 
 
 def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Injector) -> str:
@@ -160,7 +160,7 @@ def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Inje
     except Interrupted:
         raise
     except Drained as error:
-        if not any(strike.fault.kind == "term" for strike in injector.injections):
+        if not any(injection.fault.kind == "term" for injection in injector.injections):
             raise
         return str(error)
     except CloseranksError as error:
@@ -169,21 +169,27 @@ def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Inje
 
 
 def _compare(
-    folder: Path, quiet: RecordedRun, injector: Injector, failure: str, num_workers: int, tolerance: float
+    folder: Path, undisturbed: RecordedRun, injector: Injector, failure: str, num_workers: int, tolerance: float
 ) -> DrillResult:
-    struck = read_recorded_run(folder / "disturbed")
-    tolerance = tolerance if is_resized(struck.events, num_workers) else 0.0
+    disturbed = read_recorded_run(folder / "disturbed")
+    tolerance = tolerance if is_resized(disturbed.events, num_workers) else 0.0
     state = state_difference(folder / "undisturbed", folder / "disturbed", tolerance) if not failure else ""
     return DrillResult(
         rows=tuple(
             fault_results(
-                injector.injections, injector.missed, quiet, struck, has_finished=not failure, tolerance=tolerance
+                injector.injections,
+                injector.missed,
+                undisturbed,
+                disturbed,
+                has_finished=not failure,
+                tolerance=tolerance,
             )
         ),
-        num_steps=quiet.last_step,
-        losses=not failure and same_losses(quiet, struck, min(quiet.losses, default=1), quiet.last_step, tolerance),
+        num_steps=undisturbed.last_step,
+        losses=not failure
+        and same_losses(undisturbed, disturbed, min(undisturbed.losses, default=1), undisturbed.last_step, tolerance),
         state=state,
-        samples=same_samples(quiet, struck),
+        samples=same_samples(undisturbed, disturbed),
         tolerance=tolerance,
         failure=failure,
     )

@@ -75,82 +75,93 @@ class DrillResult:
 
 
 def fault_results(
-    strikes: Sequence[Injection],
+    injections: Sequence[Injection],
     missed: Sequence[InjectedFault],
-    quiet: RecordedRun,
-    struck: RecordedRun,
+    undisturbed: RecordedRun,
+    disturbed: RecordedRun,
     *,
     has_finished: bool,
     tolerance: float = 0.0,
 ) -> list[FaultResult]:
     """A row for every fault in the order of injection, then those not injected. ``has_finished`` is of the run."""
-    ordered = sorted(strikes, key=lambda strike: strike.at)
+    ordered = sorted(injections, key=lambda injection: injection.at)
     rows = []
-    for place, strike in enumerate(ordered):
-        later = [other.step for other in ordered[place + 1 :] if other.step > strike.step]
-        last = min([*(step - 1 for step in later), quiet.last_step])
-        is_equal = same_losses(quiet, struck, max(1, strike.step), last, tolerance)
-        rows.append(_row(strike, struck, is_equal, has_finished))
+    for index, injection in enumerate(ordered):
+        later = [other.step for other in ordered[index + 1 :] if other.step > injection.step]
+        last = min([*(step - 1 for step in later), undisturbed.last_step])
+        is_equal = same_losses(undisturbed, disturbed, max(1, injection.step), last, tolerance)
+        rows.append(_row(injection, disturbed, is_equal, has_finished))
     return [*rows, *(FaultResult(str(fault), note=_MISSED) for fault in missed)]
 
 
-def _row(strike: Injection, struck: RecordedRun, is_equal: bool, has_finished: bool) -> FaultResult:
-    name, told = str(strike.fault), struck.events
-    if strike.error:
-        return FaultResult(name, equal=is_equal, note=f"it could not be injected: {strike.error}")
-    if not strike.fault.about.ends_generation:
-        noticed = _noticed_at(strike, told)
-        if noticed is None:
+def _row(injection: Injection, disturbed: RecordedRun, is_equal: bool, has_finished: bool) -> FaultResult:
+    name, events = str(injection.fault), disturbed.events
+    if injection.error:
+        return FaultResult(name, equal=is_equal, note=f"it could not be injected: {injection.error}")
+    if not injection.fault.about.ends_generation:
+        detected_at = _detected_at(injection, events)
+        if detected_at is None:
             return FaultResult(
-                name, None, None, 0, has_finished, is_equal, f"{strike.note}; {strike.fault.about.unnoticed}"
+                name, None, None, 0, has_finished, is_equal, f"{injection.note}; {injection.fault.about.unnoticed}"
             )
-        return FaultResult(name, max(0.0, noticed - strike.at), None, 0, has_finished, is_equal, strike.note)
-    lost = _first(told, lambda line: isinstance(line.event, RankLost) and line.event.generation == strike.generation)
-    closed = _first(
-        told, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > strike.generation
+        return FaultResult(name, max(0.0, detected_at - injection.at), None, 0, has_finished, is_equal, injection.note)
+    lost = _first(
+        events, lambda line: isinstance(line.event, RankLost) and line.event.generation == injection.generation
     )
-    if lost is None and strike.fault.kind == "term" and has_finished and struck.ended_at < strike.at + _LEAVING_S:
-        note = f"{strike.note}; the run was over before a worker had to leave"
+    closed = _first(
+        events, lambda line: isinstance(line.event, RanksClosed) and line.event.generation > injection.generation
+    )
+    if (
+        lost is None
+        and injection.fault.kind == "term"
+        and has_finished
+        and disturbed.ended_at < injection.at + _LEAVING_S
+    ):
+        note = f"{injection.note}; the run was over before a worker had to leave"
         return FaultResult(name, None, None, 0, survived=True, equal=is_equal, note=note)
     if lost is None:
-        return FaultResult(name, equal=is_equal, note=f"{strike.note}; it was never detected")
+        return FaultResult(name, equal=is_equal, note=f"{injection.note}; it was never detected")
     if closed is None or not isinstance(closed.event, RanksClosed):
         what = "every step was finished already" if has_finished else "no step was finished after it"
-        noticed_s = max(0.0, lost.at - strike.at)
+        detected_s = max(0.0, lost.at - injection.at)
         return FaultResult(
-            name, noticed_s, None, 0 if has_finished else None, has_finished, is_equal, f"{strike.note}; {what}"
+            name, detected_s, None, 0 if has_finished else None, has_finished, is_equal, f"{injection.note}; {what}"
         )
-    noticed_at = closed.at - closed.event.seconds
+    detected_at = closed.at - closed.event.seconds
     return FaultResult(
         name,
-        max(0.0, noticed_at - strike.at),
+        max(0.0, detected_at - injection.at),
         closed.event.seconds,
         closed.event.num_redone,
         survived=True,
         equal=is_equal,
-        note=strike.note,
+        note=injection.note,
     )
 
 
-def _noticed_at(strike: Injection, told: Sequence[TimedEvent]) -> float | None:
+def _detected_at(injection: Injection, events: Sequence[TimedEvent]) -> float | None:
     """When a fault that does not end a generation was first reported."""
 
-    def is_of_it(line: TimedEvent) -> bool:
+    def is_detection(line: TimedEvent) -> bool:
         match line.event:
             case SlowRank():
-                return strike.fault.kind == "slow" and line.event.rank == strike.fault.rank and line.at >= strike.at
+                return (
+                    injection.fault.kind == "slow"
+                    and line.event.rank == injection.fault.rank
+                    and line.at >= injection.at
+                )
             case SaveFailed():
-                return strike.fault.kind == "diskfull" and line.at >= strike.at
+                return injection.fault.kind == "diskfull" and line.at >= injection.at
         return False
 
-    found = _first(told, is_of_it)
+    found = _first(events, is_detection)
     return found.at if found is not None else None
 
 
-def _first(told: Sequence[TimedEvent], is_it: Callable[[TimedEvent], bool]) -> TimedEvent | None:
-    return next((line for line in told if is_it(line)), None)
+def _first(events: Sequence[TimedEvent], matches: Callable[[TimedEvent], bool]) -> TimedEvent | None:
+    return next((line for line in events if matches(line)), None)
 
 
-def is_resized(told: Sequence[TimedEvent], num_workers: int) -> bool:
+def is_resized(events: Sequence[TimedEvent], num_workers: int) -> bool:
     """Whether the run continued with another number of workers than it started with."""
-    return any(isinstance(line.event, RanksClosed) and line.event.world_size != num_workers for line in told)
+    return any(isinstance(line.event, RanksClosed) and line.event.world_size != num_workers for line in events)

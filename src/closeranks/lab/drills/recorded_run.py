@@ -54,19 +54,19 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         events=sorted([*agent_events(run), *_failed_saves(run)], key=lambda line: line.at),
         last_step=history.started.last_step if history.started else 0,
         longest_s=max((step.seconds for step in steps), default=0.0),
-        ended_at=_last_told(run),
+        ended_at=_last_step_at(run),
     )
 
 
 def _failed_saves(run: RunFolder) -> list[TimedEvent]:
-    return [line for line in _told(run) if isinstance(line.event, SaveFailed)]
+    return [line for line in _events(run) if isinstance(line.event, SaveFailed)]
 
 
-def _last_told(run: RunFolder) -> float:
-    return max((line.at for line in _told(run) if isinstance(line.event, StepDone)), default=0.0)
+def _last_step_at(run: RunFolder) -> float:
+    return max((line.at for line in _events(run) if isinstance(line.event, StepDone)), default=0.0)
 
 
-def _told(run: RunFolder) -> list[TimedEvent]:
+def _events(run: RunFolder) -> list[TimedEvent]:
     """Events recorded by rank 0."""
     lines = read_events(run.metrics(0)) if run.metrics(0).exists() else ()
     return [TimedEvent(float(values["at"]), event) for values, event in lines]
@@ -99,16 +99,16 @@ def state_difference(one: Path, other: Path, tolerance: float = 0.0) -> str:
         (a, first), (b, second) = pick_checkpoint(str(one)), pick_checkpoint(str(other))
     except CheckpointError as error:
         return f"the last states cannot be compared: {error.what}"
-    odd = [row for row in diff_manifests(first, second) if row.verdict != "equal"]
+    rows = [row for row in diff_manifests(first, second) if row.verdict != "equal"]
     if tolerance > 0:
-        odd = [row for row in odd if row.verdict != "differs" or not _is_near(a, b, row.section, row.key, tolerance)]
-    if odd:
-        return f"{len(odd)} tensors of the last state differ, {odd[0].section}/{odd[0].key} the first of them"
-    trees = tree_differences(_lasting(first), _lasting(second))
+        rows = [row for row in rows if row.verdict != "differs" or not _is_near(a, b, row.section, row.key, tolerance)]
+    if rows:
+        return f"{len(rows)} tensors of the last state differ, {rows[0].section}/{rows[0].key} the first of them"
+    trees = tree_differences(_training_state(first), _training_state(second))
     return f"the last states differ in {trees[0]}" if trees else ""
 
 
-def _lasting(manifest: CheckpointManifest) -> dict[str, Any]:
+def _training_state(manifest: CheckpointManifest) -> dict[str, Any]:
     """The state that training continues from, without the settings, the length of the run and the times of saves."""
     kept = {key: value for key, value in manifest.tree.items() if key not in ("config", "rhythm")}
     return {**kept, "schedule": {**kept.get("schedule", {}), "num_steps": None}}

@@ -34,10 +34,10 @@ def print_summary(summary: DrillResult) -> None:
 def write_report(folder: Path, summary: DrillResult, facts: Mapping[str, Any]) -> None:
     """Write ``drill.json`` and ``drill.md``."""
     rows = [asdict(row) for row in summary.rows]
-    told = {**facts, "passed": summary.has_passed, "sentence": summary.sentence, "rows": rows}
-    told |= {"losses_equal": summary.losses, "state_difference": summary.state, "samples_equal": summary.samples}
-    told |= {"tolerance": summary.tolerance, "failure": summary.failure}
-    (folder / "drill.json").write_text(json.dumps(told, indent=1) + "\n")
+    fields = {**facts, "passed": summary.has_passed, "sentence": summary.sentence, "rows": rows}
+    fields |= {"losses_equal": summary.losses, "state_difference": summary.state, "samples_equal": summary.samples}
+    fields |= {"tolerance": summary.tolerance, "failure": summary.failure}
+    (folder / "drill.json").write_text(json.dumps(fields, indent=1) + "\n")
     (folder / "drill.md").write_text(markdown_page(summary, facts))
 
 
