@@ -49,5 +49,5 @@ def agent(
             f"'{name}' is not a host name", "Use letters, digits, dots and dashes; start with a letter or digit."
         )
     set_title("agent", f"joins {join}")
-    outpost = RemoteAgent(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
-    say(f"The job is over for this host: {outpost.run()}.")
+    remote_agent = RemoteAgent(join, token, name=name, num_workers=num_workers or num_gpus() or 1, on_note=say)
+    say(f"The job is over for this host: {remote_agent.run()}.")

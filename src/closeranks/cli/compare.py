@@ -55,6 +55,6 @@ def compare(
 ) -> None:
     from closeranks.lab.compare.comparison import run_comparison
 
-    story = run_comparison(file, tuple(overrides or ()), retry=retry)
-    if not any(row.num_sound for row in story.table.rows):
+    result = run_comparison(file, tuple(overrides or ()), retry=retry)
+    if not any(row.num_sound for row in result.table.rows):
         raise typer.Exit(1)

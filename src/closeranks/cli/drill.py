@@ -65,8 +65,8 @@ def drill(
     if faults.strip():
         asked = parse_faults(faults)
     else:
-        asked, without = possible_kinds(workers_of(load_job(job, changes).value, num_workers))
-        for kind, reason in without.items():
+        asked, unavailable = possible_kinds(workers_of(load_job(job, changes).value, num_workers))
+        for kind, reason in unavailable.items():
             typer.echo(f"{kind} is left out, it is not possible here: {reason}.")
     command = _command(job, changes, num_workers, faults, count, seed)
     if not run(DrillRequest(job, changes, num_workers, asked, count, seed, folder, command)):

@@ -85,12 +85,12 @@ def ls(
     show_all: Annotated[bool, typer.Option("--all", help="Show every row.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    from closeranks.cli import layout_list as planning
+    from closeranks.cli import layout_list
 
-    wish = planning.LayoutQuery(
+    query = layout_list.LayoutQuery(
         schedules=tuple(schedule or ()), with_hsdp=hsdp, sort=sort, fits_gib=fits, limit=0 if show_all else limit
     )
-    planning.list_layouts(job, overrides or [], num_workers, wish, as_json=as_json)
+    layout_list.list_layouts(job, overrides or [], num_workers, query, as_json=as_json)
 
 
 @layout.command("show", help=SHOW_HELP, short_help="Show which rank holds what under a layout.")
@@ -109,9 +109,9 @@ def show(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    from closeranks.cli import layout_list as planning
+    from closeranks.cli import layout_list
 
-    planning.show_layout(job, words or [], num_workers, picture, per_host=per_host, as_json=as_json)
+    layout_list.show_layout(job, words or [], num_workers, picture, per_host=per_host, as_json=as_json)
 
 
 @layout.command("check", help=CHECK_HELP, short_help="Prove that a layout trains what one process trains.")

@@ -45,18 +45,18 @@ class LayoutCheckResult:
 
 def check_layout(path: Path, words: Sequence[str], precisions: Sequence[str], steps: int) -> None:
     text, overrides = split_words(words)
-    tried = with_layout(resolve_paths(load_job(path, overrides).value, path), text)
+    job = with_layout(resolve_paths(load_job(path, overrides).value, path), text)
     add_job_folder_to_path(path)
-    layout = layout_for(tried, 1)
-    if problems := [*check_axes(tried), *check_workers(tried, layout.num_ranks)]:
+    layout = layout_for(job, 1)
+    if problems := [*check_axes(job), *check_workers(job, layout.num_ranks)]:
         raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="closeranks-check-") as folder:
-        results = [_prove(tried, layout, precision, steps, Path(folder), console) for precision in precisions]
+        results = [_compare(job, layout, precision, steps, Path(folder), console) for precision in precisions]
     console.print(_table(results))
     for result in results:
         if result.first is not None:
-            raise RunFailed(_in_words(layout, result))
+            raise RunFailed(_difference_text(layout, result))
     console.print(f"{layout} trains the same model as one process.")
 
 
@@ -77,11 +77,11 @@ def single_process_job(job: Job) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=plain)})
 
 
-def _prove(job: Job, layout: Layout, precision: str, steps: int, folder: Path, console: Console) -> LayoutCheckResult:
-    few = short_job(job, precision, steps)
+def _compare(job: Job, layout: Layout, precision: str, steps: int, folder: Path, console: Console) -> LayoutCheckResult:
+    short = short_job(job, precision, steps)
     sides = {
-        "one process": (single_process_job(few), 1),
-        f"{layout} on {layout.num_ranks} workers": (few, layout.num_ranks),
+        "one process": (single_process_job(short), 1),
+        f"{layout} on {layout.num_ranks} workers": (short, layout.num_ranks),
     }
     records = []
     for number, (name, (side, num_workers)) in enumerate(sides.items()):
@@ -123,7 +123,7 @@ def _table(results: Sequence[LayoutCheckResult]) -> Table:
     return table
 
 
-def _in_words(layout: Layout, result: LayoutCheckResult) -> str:
+def _difference_text(layout: Layout, result: LayoutCheckResult) -> str:
     first = result.first
     assert first is not None
     allowed = TOLERANCES[result.precision][first.kind]

@@ -54,59 +54,61 @@ class LayoutQuery:
     """0: all."""
 
 
-def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, wish: LayoutQuery, *, as_json: bool) -> None:
+def list_layouts(path: Path, overrides: Sequence[str], num_workers: int, query: LayoutQuery, *, as_json: bool) -> None:
     job = _load(path, overrides)
     num_ranks = num_workers or num_gpus() or layout_for(job, 1).num_ranks
-    subject = describe_job(job)
+    planning_job = describe_job(job)
     own = layout_text.canonical_layout(layout_for(job, num_ranks))
-    found = filter_legal(_enumerated(job, num_ranks, wish, own), subject.constraints)
-    costing = LayoutCostModel(subject)
-    costs = sorted((costing.cost(layout) for layout in found.legal), key=lambda cost: _order(cost, wish.sort))
-    fitting = [cost for cost in costs if not wish.fits_gib or cost.fullest.total_bytes <= wish.fits_gib * _GIB]
-    fewest = _fewest(job, subject, costing, wish) if wish.fits_gib else None
+    found = filter_legal(_enumerated(job, num_ranks, query, own), planning_job.constraints)
+    cost_model = LayoutCostModel(planning_job)
+    costs = sorted((cost_model.cost(layout) for layout in found.legal), key=lambda cost: _order(cost, query.sort))
+    fitting = [cost for cost in costs if not query.fits_gib or cost.fullest.total_bytes <= query.fits_gib * _GIB]
+    fewest = _fewest(job, planning_job, cost_model, query) if query.fits_gib else None
     if as_json:
         rows = [layout_text.as_json(cost, is_job=cost.layout == own) for cost in fitting]
         refused = [{"axis": entry.axis, "count": entry.count, "example": entry.example.what} for entry in found.refused]
-        least = {"fewest_workers": fewest.layout.num_ranks if fewest else None} if wish.fits_gib else {}
+        least = {"fewest_workers": fewest.layout.num_ranks if fewest else None} if query.fits_gib else {}
         print(json.dumps({"num_ranks": num_ranks, "layouts": rows, "refused": refused, **least}, indent=1))
         return
     console = _console()
     if not costs:
         console.print(f"{path.name}: no layout of {num_ranks} ranks is legal.\n\n{layout_text.refused_text(found)}")
         return
-    shown = fitting[: wish.limit or None]
+    shown = fitting[: query.limit or None]
     if not any(cost.layout == own for cost in shown):
         shown += [cost for cost in costs if cost.layout == own]
-    scale = layout_text.byte_unit_for(shown)
+    byte_unit = layout_text.byte_unit_for(shown)
     count = f"{len(costs)} legal layout{'' if len(costs) == 1 else 's'}"
-    console.print(f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {scale.name}\n")
-    console.print(_table(shown, scale, own, console.width, knows_activations=subject.llama is not None))
+    console.print(
+        f"{path.name} on {num_ranks} rank{'' if num_ranks == 1 else 's'}: {count}; sizes in {byte_unit.name}\n"
+    )
+    console.print(_table(shown, byte_unit, own, console.width, knows_activations=planning_job.llama is not None))
     is_brief = console.width < layout_text.NARROW
     if not fitting:
-        console.print(f"\n{layout_text.does_not_fit_text(costs, wish.fits_gib)}", soft_wrap=not console.is_terminal)
-    if wish.fits_gib:
+        console.print(f"\n{layout_text.does_not_fit_text(costs, query.fits_gib)}", soft_wrap=not console.is_terminal)
+    if query.fits_gib:
         again = shlex.join(["closeranks", "layout", "ls", str(path), *overrides])
         console.print(
-            f"\n{layout_text.fewest_workers_text(fewest, wish.fits_gib, again)}", soft_wrap=not console.is_terminal
+            f"\n{layout_text.fewest_workers_text(fewest, query.fits_gib, again)}", soft_wrap=not console.is_terminal
         )
-    remarks = (_closing(costs, fitting, shown, own, wish), layout_text.refused_text(found))
-    meaning = layout_text.legend(knows_activations=subject.llama is not None, is_brief=is_brief)
+    remarks = (_closing(costs, fitting, shown, own, query), layout_text.refused_text(found))
+    meaning = layout_text.legend(knows_activations=planning_job.llama is not None, is_brief=is_brief)
     for sentence in (*remarks, meaning):
         console.print(f"\n{sentence}", soft_wrap=not console.is_terminal)
 
 
-def _fewest(job: Job, subject: PlanningJob, costing: LayoutCostModel, wish: LayoutQuery) -> LayoutCost | None:
+def _fewest(job: Job, planning_job: PlanningJob, cost_model: LayoutCostModel, query: LayoutQuery) -> LayoutCost | None:
     """The layout with the least bytes on the fewest workers on which one fits; None if none fits.
 
     Tries the numbers of workers in ``layout_text.WORKERS``.
     """
-    limit = wish.fits_gib * _GIB
-    state = costing.cost(Layout()).fullest.state
+    limit = query.fits_gib * _GIB
+    state = cost_model.cost(Layout()).fullest.state
     for num_ranks in layout_text.WORKERS:
         if (state.parameters + state.gradients + state.optimizer) / num_ranks > limit:
             continue  # would not fit even if all of it were split evenly
-        legal = filter_legal(_enumerated(job, num_ranks, wish, Layout()), subject.constraints).legal
-        costs = sorted((costing.cost(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
+        legal = filter_legal(_enumerated(job, num_ranks, query, Layout()), planning_job.constraints).legal
+        costs = sorted((cost_model.cost(layout) for layout in legal), key=lambda cost: _order(cost, "bytes"))
         if costs and costs[0].fullest.total_bytes <= limit:
             return costs[0]
     return None
@@ -129,14 +131,14 @@ def _console() -> Console:
     return console
 
 
-def _enumerated(job: Job, num_ranks: int, wish: LayoutQuery, own: Layout) -> list[Layout]:
-    schedules = wish.schedules or (job.layout.schedule,)
+def _enumerated(job: Job, num_ranks: int, query: LayoutQuery, own: Layout) -> list[Layout]:
+    schedules = query.schedules or (job.layout.schedule,)
     for name in schedules:
         if name not in SCHEDULES:
             what = f"there is no schedule '{name}'"
             raise ConfigError([Problem("--schedule", what, did_you_mean(name, SCHEDULES))])
-    made = (candidate_layouts(num_ranks, schedule=name, with_hsdp=wish.with_hsdp) for name in schedules)
-    found = list(dict.fromkeys(layout for layouts in made for layout in layouts))
+    candidates = (candidate_layouts(num_ranks, schedule=name, with_hsdp=query.with_hsdp) for name in schedules)
+    found = list(dict.fromkeys(layout for layouts in candidates for layout in layouts))
     return found if own in found or own.num_ranks != num_ranks else [*found, own]
 
 
@@ -146,7 +148,7 @@ def _order(cost: LayoutCost, sort: str) -> tuple[int, int, str]:
 
 
 def _table(
-    costs: Sequence[LayoutCost], scale: layout_text.ByteUnit, own: Layout, width: int, *, knows_activations: bool
+    costs: Sequence[LayoutCost], byte_unit: layout_text.ByteUnit, own: Layout, width: int, *, knows_activations: bool
 ) -> Table:
     is_narrow = width < layout_text.NARROW
     make, names = (
@@ -158,7 +160,7 @@ def _table(
         table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))
     for cost in costs:
         is_own = cost.layout == own
-        row = make(cost, scale, knows_activations=knows_activations)
+        row = make(cost, byte_unit, knows_activations=knows_activations)
         table.add_row("*" if is_own else "", *row, style="bold" if is_own else "")
     return table
 
@@ -168,16 +170,16 @@ def _closing(
     fitting: Sequence[LayoutCost],
     shown: Sequence[LayoutCost],
     own: Layout,
-    wish: LayoutQuery,
+    query: LayoutQuery,
 ) -> str:
     """How many layouts there are and are shown, which options show more, and which is the job's."""
-    order = "least bytes first" if wish.sort == "bytes" else "least traffic first"
+    order = "least bytes first" if query.sort == "bytes" else "least traffic first"
     counted = [f"{len(shown)} of {len(costs)} shown, {order}"]
     if len(fitting) < len(costs):
-        counted.append(f"{len(costs) - len(fitting)} need more than {wish.fits_gib:g} GiB a rank")
+        counted.append(f"{len(costs) - len(fitting)} need more than {query.fits_gib:g} GiB a rank")
     if len(shown) < len(fitting):
         counted.append("--all shows every one")
-    if not wish.with_hsdp:
+    if not query.with_hsdp:
         counted.append("--hsdp adds ZeRO over fewer than all data ranks")
     is_there = any(cost.layout == own for cost in costs)
     mark = "* is the job's own layout." if is_there else f"The job's own layout ({own}) is not among them."
@@ -192,10 +194,10 @@ def show_layout(
     num_ranks = num_workers or layout_for(job, 1).num_ranks
     if problems := [*check_axes(job), *check_workers(job, num_ranks)]:
         raise ConfigError(problems)
-    subject = describe_job(job)
-    if problems := check_workers(job, num_ranks, subject.constraints):  # a user's own model is known only now
+    planning_job = describe_job(job)
+    if problems := check_workers(job, num_ranks, planning_job.constraints):  # a user's own model is known only now
         raise ConfigError(problems)
-    cost = layout_cost(subject, layout_for(job, num_ranks))
+    cost = layout_cost(planning_job, layout_for(job, num_ranks))
     if picture is not None:
         from closeranks.plan.mesh_picture import draw_layout
 
@@ -208,7 +210,7 @@ def show_layout(
         print(json.dumps({**layout_text.as_json(cost, is_job=not text), **ranks, **copies}, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for line in _description(cost, subject, snapshot_memory_line(job, cost, per_host)):
+    for line in _description(cost, planning_job, snapshot_memory_line(job, cost, per_host)):
         console.print(line, markup=False)
     if warning := tensor_axis_warning(cost.layout, host_sizes(num_ranks, per_host)):
         console.print(f"\nwarning: {warning}", markup=False)
@@ -247,15 +249,15 @@ def with_layout(job: Job, text: str, num_workers: int = 0) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
 
 
-def _description(cost: LayoutCost, subject: PlanningJob, copies: str) -> list[str]:
-    layout, knows = cost.layout, subject.llama is not None
+def _description(cost: LayoutCost, planning_job: PlanningJob, copies: str) -> list[str]:
+    layout, knows = cost.layout, planning_job.llama is not None
     micro = f"{cost.num_micro} micro-batch{'' if cost.num_micro == 1 else 'es'} a step on each data rank"
-    scale = layout_text.byte_unit_for([cost])
+    byte_unit = layout_text.byte_unit_for([cost])
     parts = [
         [f"{layout} on {layout.num_ranks} rank{'' if layout.num_ranks == 1 else 's'}, {micro}"],
         list(mesh_text.mesh_lines(cost)),
         list(mesh_text.group_lines(layout)),
-        [*mesh_text.byte_lines(cost, scale, knows_activations=knows), copies],
+        [*mesh_text.byte_lines(cost, byte_unit, knows_activations=knows), copies],
         list(mesh_text.traffic_lines(cost)),
         _schedule_lines(cost),
         [_remark(knows)],

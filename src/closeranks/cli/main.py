@@ -68,12 +68,12 @@ def front(
         raise SetupError("the working folder no longer exists", "Change to one that does.") from None
 
 
-def _is_interrupted(leave: BaseException) -> bool:
+def _is_interrupted(error: BaseException) -> bool:
     """Whether Ctrl-C arrived where no verb handles it: typer then exits without a message."""
-    here: BaseException | None = leave
-    while here is not None and not isinstance(here, KeyboardInterrupt):
-        here = here.__cause__ or here.__context__
-    return here is not None
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 _WORKING = ("train", "run", "agent", "drill", "compare", "report")
@@ -81,7 +81,7 @@ _WORKING_PAIRS = (
     *(("ckpt", verb) for verb in ("convert", "export-hf", "import-hf", "prune")),
     ("data", "build"),
 )
-_PATIENCE_S = 5.0
+_OUTPUT_TIMEOUT_S = 5.0
 """How long a terminal or pipe that is open but not read may block a run."""
 
 
@@ -95,13 +95,13 @@ def ignores_closed_output(words: Sequence[str]) -> bool:
 
 def main() -> None:
     if ignores_closed_output(sys.argv[1:]):
-        stdio.ignore_broken_pipes(_PATIENCE_S)
+        stdio.ignore_broken_pipes(_OUTPUT_TIMEOUT_S)
     else:
         stdio.install_streams(("stderr",), required=False)
         stdio.install_streams(("stdout",), required=True)
     try:
         try:
-            _answer()
+            _run_app()
         finally:
             sys.stdout.flush()  # here, where an error is handled, rather than at interpreter exit
     except BrokenPipeError:
@@ -111,15 +111,15 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _answer() -> None:
+def _run_app() -> None:
     try:
         app()
-    except SystemExit as leave:
-        if isinstance(leave.__context__, BrokenPipeError):  # click and rich exit with 1, which would mean a finding
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # click and rich exit with 1, which would mean a finding
             sys.exit(stdio.READER_GONE)
-        if leave.code == Interrupted.exit_code and _is_interrupted(leave):
+        if error.code == Interrupted.exit_code and _is_interrupted(error):
             typer.echo("closeranks: interrupted", err=True)
-        was_told = isinstance(leave.__context__, CloseranksError)  # printed by a rank under torchrun or srun
-        if leave.code == 2 and sys.argv[1:2] == ["train"] and not was_told:  # typer says what it did not understand
+        is_reported = isinstance(error.__context__, CloseranksError)  # printed by a rank under torchrun or srun
+        if error.code == 2 and sys.argv[1:2] == ["train"] and not is_reported:  # typer says what it did not understand
             typer.echo("Values of the job are written table.key=value, such as train.steps=200.", err=True)
         raise

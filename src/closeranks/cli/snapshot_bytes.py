@@ -15,7 +15,7 @@ from closeranks.run.job.job import Job
 
 USUAL_HOST = 8
 """Workers per host, if their number is not given."""
-_MOST_PAIRED = 1024
+_MAX_PAIRED = 1024
 """Maximum ranks for which backup ranks are computed; with more, each is assumed to keep a copy for a peer."""
 
 
@@ -37,17 +37,17 @@ def snapshot_bytes_per_rank(job: Job, cost: LayoutCost, per_host: int) -> list[i
     if job.elastic.second_copies == "off" or num_ranks == 1:
         return [snapshot_bytes(size) for size in own]
     hosts, images = host_sizes(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
-    if num_ranks > _MOST_PAIRED:
-        on_hosts: dict[str, set[int]] = {}
+    if num_ranks > _MAX_PAIRED:
+        hosts_of_image: dict[str, set[int]] = {}
         for host, image in zip(hosts, images, strict=True):
-            on_hosts.setdefault(image, set()).add(host)
-        most = 0 if all(len(places) > 1 for places in on_hosts.values()) else max(held)
-        return [snapshot_bytes(size, most) for size in own]
-    of_peer = [0] * num_ranks
-    for writer, keeper in enumerate(backup_ranks(hosts, images)):
-        if keeper is not None:
-            of_peer[keeper] = own[writer]
-    return [snapshot_bytes(mine, kept) for mine, kept in zip(own, of_peer, strict=True)]
+            hosts_of_image.setdefault(image, set()).add(host)
+        peer_bytes = 0 if all(len(image_hosts) > 1 for image_hosts in hosts_of_image.values()) else max(held)
+        return [snapshot_bytes(size, peer_bytes) for size in own]
+    for_peer = [0] * num_ranks
+    for rank, backup in enumerate(backup_ranks(hosts, images)):
+        if backup is not None:
+            for_peer[backup] = own[rank]
+    return [snapshot_bytes(mine, kept) for mine, kept in zip(own, for_peer, strict=True)]
 
 
 def snapshot_memory_line(job: Job, cost: LayoutCost, per_host: int) -> str:
@@ -57,11 +57,14 @@ def snapshot_memory_line(job: Job, cost: LayoutCost, per_host: int) -> str:
     copies, num_ranks = snapshot_bytes_per_rank(job, cost, per_host), cost.layout.num_ranks
     num_local = workers_of_host(num_ranks, per_host)
     hosts = [sum(copies[first : first + num_local]) for first in range(0, num_ranks, num_local)]
-    alone = sum(snapshot_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
-    has_peers = sum(copies) > alone * num_ranks // len(cost.ranks)
-    scale = ByteUnit.for_largest(max(hosts))
+    without_peers = sum(snapshot_bytes(rank.state.parameters + rank.state.optimizer) for rank in cost.ranks)
+    has_peers = sum(copies) > without_peers * num_ranks // len(cost.ranks)
+    byte_unit = ByteUnit.for_largest(max(hosts))
     what = "two of what a rank holds" + (" and two of a peer's" if has_peers else "")
     workers = f"{num_local} worker{'' if num_local == 1 else 's'}"
-    said = "" if per_host or num_ranks <= num_local else "; --per-host changes that"
-    sizes = f"{scale.text(max(copies))} {scale.name} a rank, {scale.text(max(hosts))} {scale.name} a host of {workers}"
-    return f"copies in host memory: {sizes} ({what}{said})"
+    hint = "" if per_host or num_ranks <= num_local else "; --per-host changes that"
+    sizes = (
+        f"{byte_unit.text(max(copies))} {byte_unit.name} a rank, "
+        f"{byte_unit.text(max(hosts))} {byte_unit.name} a host of {workers}"
+    )
+    return f"copies in host memory: {sizes} ({what}{hint})"

@@ -45,8 +45,8 @@ def status(
     if watch:
         _watch(folder, as_json)
     else:
-        found, heard = _look(folder)
-        safe_echo(_shown(found, heard, as_json))
+        found, freshness = _read(folder)
+        safe_echo(_text(found, freshness, as_json))
 
 
 def _folder(run: Path | None) -> Path:
@@ -65,7 +65,7 @@ def _folder(run: Path | None) -> Path:
     return run
 
 
-def _look(folder: Path) -> tuple[RunStatus, StatusFreshness]:
+def _read(folder: Path) -> tuple[RunStatus, StatusFreshness]:
     from closeranks.telemetry.live.status import is_alive, read_status, status_freshness
 
     found = read_status(folder) or _unwatched(folder)
@@ -92,14 +92,14 @@ def _unwatched(folder: Path) -> RunStatus:
     )
 
 
-def _shown(found: RunStatus, heard: StatusFreshness, as_json: bool) -> str:
+def _text(found: RunStatus, freshness: StatusFreshness, as_json: bool) -> str:
     from closeranks.telemetry.live.status import encode_status
     from closeranks.telemetry.live.status_text import status_text
 
     now = time.time()
     if as_json:
-        return encode_status(found, heard=heard.value, age_s=round(max(0.0, now - found.at), 3))
-    return status_text(found, heard, now)
+        return encode_status(found, heard=freshness.value, age_s=round(max(0.0, now - found.at), 3))
+    return status_text(found, freshness, now)
 
 
 def _watch(folder: Path, as_json: bool) -> None:
@@ -109,32 +109,32 @@ def _watch(folder: Path, as_json: bool) -> None:
     console = Console()
     try:
         if console.is_terminal and not as_json:
-            _draw_over(folder, console)
+            _redraw(folder, console)
         else:
             _print_changes(folder, as_json)
     except KeyboardInterrupt:
         return
 
 
-def _looks(folder: Path) -> Iterator[tuple[RunStatus, StatusFreshness]]:
+def _read_repeatedly(folder: Path) -> Iterator[tuple[RunStatus, StatusFreshness]]:
     """The status again and again, up to the one after which it cannot change any more."""
     from closeranks.telemetry.live.status import StatusFreshness
 
     while True:
-        found, heard = _look(folder)
-        yield found, heard
-        if heard in (StatusFreshness.ENDED, StatusFreshness.GONE, StatusFreshness.UNWATCHED):
+        found, freshness = _read(folder)
+        yield found, freshness
+        if freshness in (StatusFreshness.ENDED, StatusFreshness.GONE, StatusFreshness.UNWATCHED):
             return
         time.sleep(_WATCH_S)
 
 
-def _draw_over(folder: Path, console: Console) -> None:
+def _redraw(folder: Path, console: Console) -> None:
     from rich.live import Live
     from rich.text import Text
 
     with Live(console=console, auto_refresh=False) as live:
-        for found, heard in _looks(folder):
-            live.update(Text(_shown(found, heard, False)), refresh=True)
+        for found, freshness in _read_repeatedly(folder):
+            live.update(Text(_text(found, freshness, False)), refresh=True)
 
 
 def _print_changes(folder: Path, as_json: bool) -> None:
@@ -142,8 +142,8 @@ def _print_changes(folder: Path, as_json: bool) -> None:
     from closeranks.telemetry.live.status_text import one_line
 
     last = ""
-    for found, heard in _looks(folder):
-        text = _shown(found, heard, True).replace("\n", "") if as_json else one_line(found, heard, time.time())
+    for found, freshness in _read_repeatedly(folder):
+        text = _text(found, freshness, True).replace("\n", "") if as_json else one_line(found, freshness, time.time())
         if text != last:
             safe_echo(text)
         last = text

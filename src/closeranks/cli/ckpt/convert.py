@@ -38,18 +38,18 @@ def convert(
     out: Annotated[str, typer.Argument(help="What to write; must not exist yet.", metavar="OUT")],
     to: Annotated[Format, typer.Option(help="The format of OUT.")],
 ) -> None:
-    from closeranks.checkpoint.dcp.conversion import convert as carry_over
+    from closeranks.checkpoint.dcp.conversion import convert as convert_weights
 
-    place = local_path(out)
+    path = local_path(out)
     with _progress(f"{source} -> {out}") as (on_total, on_bytes):
-        done = carry_over(source, place, to, on_total, on_bytes)
-    for note in (*done.notes, *_ending(place.suffix, to)):
+        done = convert_weights(source, path, to, on_total, on_bytes)
+    for note in (*done.notes, *_suffix_note(path.suffix, to)):
         safe_echo(f"note: {note}", err=True)
     kind = "checkpoint with weights only" if to == "closeranks" else to
     safe_echo(f"{out}: {kind}, {done.num_tensors} tensors, {done.num_bytes:,} bytes, from {done.source}")
 
 
-def _ending(suffix: str, to: Format) -> tuple[str, ...]:
+def _suffix_note(suffix: str, to: Format) -> tuple[str, ...]:
     """A note if OUT has a suffix by which ``checkpoint.weights`` and this command do not recognize its format."""
     known = {"torch": (".pt", ".pth", ".bin"), "safetensors": (".safetensors",)}.get(to, (suffix,))
     return () if suffix in known else (f"Call it {' or '.join(f'NAME{end}' for end in known)}, to read it here again.",)

@@ -52,15 +52,15 @@ def diff(
     if not found:
         raise CheckpointError(f"no tensor of {a} or {b} matches PATTERN", "`closeranks ckpt show` lists their names.")
     found.sort(key=lambda row: natural_sort_key((row.section, row.key)))
-    apart = _measure(one, other, found) if values else {}
+    differences = _measure(one, other, found) if values else {}
     trees = tree_differences(first.tree, second.tree)
     is_equal = all(row.verdict == "equal" for row in found)
     if as_json:
-        rows = [_row(row, apart.get((row.section, row.key))) for row in found]
-        told = {"a": one.path, "b": other.path, "is_equal": is_equal, "tree": trees}
-        print(json.dumps({**told, "tensors": rows}, indent=1))
+        rows = [_row(row, differences.get((row.section, row.key))) for row in found]
+        header = {"a": one.path, "b": other.path, "is_equal": is_equal, "tree": trees}
+        print(json.dumps({**header, "tensors": rows}, indent=1))
     else:
-        _print(one, other, [row for row in found if show_all or row.verdict != "equal"], apart, trees)
+        _print(one, other, [row for row in found if show_all or row.verdict != "equal"], differences, trees)
         num_equal = sum(row.verdict == "equal" for row in found)
         safe_echo(f"{num_equal} of {len(found)} tensors are equal")
     if not is_equal:
@@ -86,7 +86,7 @@ def _print(
     one: FoundCheckpoint,
     other: FoundCheckpoint,
     rows: list[TensorDifference],
-    apart: dict[tuple[str, str], LargestDifference],
+    differences: dict[tuple[str, str], LargestDifference],
     trees: list[str],
 ) -> None:
     from closeranks.telemetry.terminal_table import print_table, stdout
@@ -98,9 +98,9 @@ def _print(
     if trees:
         console.print()
     if rows:
-        numbers = ("different", "largest", "relative") if apart else ()
+        numbers = ("different", "largest", "relative") if differences else ()
         cells = [
-            (f"{row.section}/{row.key}", row.verdict, *_sides(row), *_numbers(row, apart)[: len(numbers)])
+            (f"{row.section}/{row.key}", row.verdict, *_sides(row), *_numbers(row, differences)[: len(numbers)])
             for row in rows
         ]
         # Two digests add nothing to the verdict "differs"; shapes and dtypes do.
@@ -110,8 +110,8 @@ def _print(
         console.print()
 
 
-def _numbers(row: TensorDifference, apart: dict[tuple[str, str], LargestDifference]) -> tuple[str, str, str]:
-    largest = apart.get((row.section, row.key))
+def _numbers(row: TensorDifference, differences: dict[tuple[str, str], LargestDifference]) -> tuple[str, str, str]:
+    largest = differences.get((row.section, row.key))
     if largest is None:
         return "", "", ""
     return f"{largest.num_different:,}", f"{largest.absolute:.3g}", f"{largest.relative:.3g}"
@@ -133,12 +133,12 @@ def _sides(row: TensorDifference) -> tuple[str, str]:
 def _row(row: TensorDifference, largest: LargestDifference | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    told = asdict(row)
+    fields = asdict(row)
     for side in ("a", "b"):
-        if told[side] is not None:
-            told[side]["digest"] = f"{told[side]['digest']:016x}"
+        if fields[side] is not None:
+            fields[side]["digest"] = f"{fields[side]['digest']:016x}"
     if largest is not None:
         # A NaN on one side only gives infinity, which JSON does not have.
         shown = {name: value if value != float("inf") else "inf" for name, value in asdict(largest).items()}
-        told["largest"] = shown
-    return told
+        fields["largest"] = shown
+    return fields

@@ -52,22 +52,22 @@ def ls(
     first = next((found for found in catalogue.candidates() if found.manifest is not None), None)
     if as_json:
         rows = [_row(found, is_next=found is first) for found in catalogue]
-        odd = [{"what": odd.what, "is_damage": odd.is_damage} for odd in catalogue.problems]
-        print(json.dumps({"place": catalogue.place, "checkpoints": rows, "problems": odd}, indent=1))
+        problems = [{"what": problem.what, "is_damage": problem.is_damage} for problem in catalogue.problems]
+        print(json.dumps({"place": catalogue.place, "checkpoints": rows, "problems": problems}, indent=1))
         return
     headings = ("", "name", "step", "when", "size", "own", "bytes", "layout", "ranks", "metric", "state")
     lines = [("*" if found is first else "", *_cells(found)) for found in catalogue]
     spare = ("own", "bytes", "ranks", "layout", "metric", "when", "size")
     print_table(headings, lines, right=("step", "size", "own", "ranks", "metric"), spare=spare)
     remarks = [f"{found.name}: {found.problem}" for found in catalogue if found.problem]
-    remarks += [odd.what for odd in catalogue.problems if not odd.name]
-    remarks += _about_parts(catalogue.found)
+    remarks += [problem.what for problem in catalogue.problems if not problem.name]
+    remarks += _attempt_note(catalogue.found)
     console = stdout()
     for text in ("", *remarks) if remarks else ():
         console.print(text, soft_wrap=not console.is_terminal)
 
 
-def _about_parts(found: Sequence[FoundCheckpoint]) -> list[str]:
+def _attempt_note(found: Sequence[FoundCheckpoint]) -> list[str]:
     """What the number after the step in a name means, if any name has one."""
     later = next((one for one in found if one.attempt > 1), None)
     if later is None:
@@ -81,10 +81,10 @@ def _cells(found: FoundCheckpoint) -> list[str]:
 
     from closeranks.telemetry.terminal_table import size
 
-    state = f"{found.status}, latest" if found.is_latest else found.status
+    status = f"{found.status}, latest" if found.is_latest else found.status
     manifest = found.manifest
     if manifest is None:
-        return [found.name, str(found.step), *[""] * 7, state]
+        return [found.name, str(found.step), *[""] * 7, status]
     return [
         found.name,
         str(manifest.step),
@@ -95,13 +95,13 @@ def _cells(found: FoundCheckpoint) -> list[str]:
         manifest.layout,
         str(manifest.num_ranks),
         "" if manifest.metric is None else f"{manifest.metric:.6g}",
-        state,
+        status,
     ]
 
 
 def _row(found: FoundCheckpoint, *, is_next: bool) -> dict[str, Any]:
     manifest = found.manifest
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": found.name,
         "path": found.path,
         "step": found.step,
@@ -112,7 +112,7 @@ def _row(found: FoundCheckpoint, *, is_next: bool) -> dict[str, Any]:
         "is_next": is_next,
     }
     if manifest is not None:
-        told |= {
+        fields |= {
             "created": manifest.created,
             "num_bytes": manifest.num_bytes,
             "own_bytes": manifest.own_bytes,
@@ -122,4 +122,4 @@ def _row(found: FoundCheckpoint, *, is_next: bool) -> dict[str, Any]:
             "num_ranks": manifest.num_ranks,
             "metric": manifest.metric,
         }
-    return told
+    return fields

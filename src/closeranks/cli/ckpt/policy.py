@@ -71,11 +71,11 @@ def policy(
     base = CheckpointScenario(
         price=price, num_jobs=jobs, machine_loss=machine_loss, drag=drag, keep_last=keep, is_preemptible=preemptible
     )
-    given = PolicyOptions(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
+    options = PolicyOptions(mtbf, ranks, length, save_cost, durable, restart, step, state, bandwidth, remote_bandwidth)
     measured = _measured(run) if run is not None else MeasuredSaves()
-    situation = _situation(base, given, measured)
+    scenario = _scenario(base, options, measured)
     check_picture(picture)
-    found = policy_for(situation)
+    found = policy_for(scenario)
     if picture is not None:
         from closeranks.plan.policy_picture import draw_policy
 
@@ -136,13 +136,13 @@ def _measured(run: Path) -> MeasuredSaves:
     if not saves:
         raise UserError(f"{run} has saved nothing yet", "Give --save-cost and --durable instead of --run.")
     history, durable_s = load_history(run), median(float(fields["seconds"]) for fields in saves)
-    far = [float(fields["seconds"]) - durable_s for fields in events if fields.get("tier") == "remote"]
+    transfers_s = [float(fields["seconds"]) - durable_s for fields in events if fields.get("tier") == "remote"]
     counted = [step.seconds for step in history.steps if step.step not in history.first_steps]
     return MeasuredSaves(
         num_saves=len(saves),
         stall_s=median(float(fields.get("stall_s", fields["seconds"])) for fields in saves),
         durable_s=durable_s,
-        transfer_s=max(0.0, median(far)) if far else 0.0,
+        transfer_s=max(0.0, median(transfers_s)) if transfers_s else 0.0,
         state_bytes=float(max(fields["bytes"] for fields in saves)),
         step_s=median(counted) if counted else 0.0,
         num_ranks=history.started.world_size if history.started is not None else 1,
@@ -151,40 +151,40 @@ def _measured(run: Path) -> MeasuredSaves:
     )
 
 
-def _situation(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> CheckpointScenario:
+def _scenario(base: CheckpointScenario, options: PolicyOptions, measured: MeasuredSaves) -> CheckpointScenario:
     """The command line first, then the run, then the defaults."""
-    stall_s = _seconds("--save-cost", given.save_cost) if given.save_cost else measured.stall_s or base.stall_s
-    state_bytes = _positive("--state", given.state) if given.state else measured.state_bytes or base.state_bytes
-    if given.durable:
-        durable_s = _seconds("--durable", given.durable)
-    elif given.bandwidth or not measured.durable_s:
-        durable_s = state_bytes / _positive("--bandwidth", given.bandwidth or _BANDWIDTH)
+    stall_s = _seconds("--save-cost", options.save_cost) if options.save_cost else measured.stall_s or base.stall_s
+    state_bytes = _positive("--state", options.state) if options.state else measured.state_bytes or base.state_bytes
+    if options.durable:
+        durable_s = _seconds("--durable", options.durable)
+    elif options.bandwidth or not measured.durable_s:
+        durable_s = state_bytes / _positive("--bandwidth", options.bandwidth or _BANDWIDTH)
     else:
         durable_s = measured.durable_s
-    if given.remote_bandwidth or not measured.transfer_s:
-        remote = _bytes("--remote-bandwidth", given.remote_bandwidth or _REMOTE_BANDWIDTH)
+    if options.remote_bandwidth or not measured.transfer_s:
+        remote = _bytes("--remote-bandwidth", options.remote_bandwidth or _REMOTE_BANDWIDTH)
     else:
         remote = state_bytes / measured.transfer_s
     return replace(
         base,
-        mtbf_s=_mtbf_s(base, given, measured),
-        length_s=_seconds("--length", given.length),
+        mtbf_s=_mtbf_s(base, options, measured),
+        length_s=_seconds("--length", options.length),
         state_bytes=state_bytes,
         durable_s=max(durable_s, stall_s),
         stall_s=stall_s,
-        restart_s=_seconds("--restart", given.restart) if given.restart else base.restart_s,
-        step_s=_seconds("--step", given.step) if given.step else measured.step_s or base.step_s,
+        restart_s=_seconds("--restart", options.restart) if options.restart else base.restart_s,
+        step_s=_seconds("--step", options.step) if options.step else measured.step_s or base.step_s,
         remote_bytes_per_s=remote,
     )
 
 
-def _mtbf_s(base: CheckpointScenario, given: PolicyOptions, measured: MeasuredSaves) -> float:
+def _mtbf_s(base: CheckpointScenario, options: PolicyOptions, measured: MeasuredSaves) -> float:
     """As given; else estimated from the number of ranks and the run's faults; else that of preemptible machines."""
     from closeranks.facts.checkpoint_policy.save_interval import learned_mtbf_s, prior_mtbf_s
 
-    if given.mtbf:
-        return _seconds("--mtbf", given.mtbf)
-    num_ranks = given.ranks or measured.num_ranks
+    if options.mtbf:
+        return _seconds("--mtbf", options.mtbf)
+    num_ranks = options.ranks or measured.num_ranks
     if num_ranks or not base.is_preemptible:
         return learned_mtbf_s(prior_mtbf_s(num_ranks), measured.uptime_s, measured.num_faults)
     return base.mtbf_s

@@ -60,22 +60,22 @@ class PrunedFolder:
     num_bytes: int
 
 
-def _prune(run: str, keep: RetentionPolicy, dry_run: bool) -> None:
+def _prune(run: str, policy: RetentionPolicy, dry_run: bool) -> None:
     from closeranks.checkpoint.save import retention
 
-    storage = _root(run)
+    storage = _checkpoint_storage(run)
     with nullcontext() if dry_run else storage.lock("closeranks ckpt prune"):
         folders = retention.list_folders(storage)
         committed = [folder.name for folder in folders if folder.contents is not None]
         newest = max(committed, key=retention.age_key, default="")
-        what = retention.plan_removal(folders, keep, newest, retention.named_by_latest(storage))
-        going = _going(storage, folders, what)
+        removal = retention.plan_removal(folders, policy, newest, retention.named_by_latest(storage))
+        pruned = _pruned_folders(storage, folders, removal)
         if not dry_run:
-            retention.apply_removal(storage, what)
-    _say(going, len(committed) - len(what.checkpoints), dry_run)
+            retention.apply_removal(storage, removal)
+    _print_pruned(pruned, len(committed) - len(removal.checkpoints), dry_run)
 
 
-def _root(run: str) -> Storage:
+def _checkpoint_storage(run: str) -> Storage:
     """The storage of the run's checkpoints; refuses the path of one checkpoint, since all of them are pruned."""
     from closeranks.checkpoint.format.manifest import parse_folder
     from closeranks.core.errors import CheckpointError
@@ -88,35 +88,35 @@ def _root(run: str) -> Storage:
     return require_checkpoints(run).found[0].storage
 
 
-def _going(storage: Storage, folders: Sequence[CheckpointFolder], what: RemovalPlan) -> list[PrunedFolder]:
+def _pruned_folders(storage: Storage, folders: Sequence[CheckpointFolder], removal: RemovalPlan) -> list[PrunedFolder]:
     """What is removed, by folder; one whose data others need frees little more than its manifest."""
     from closeranks.checkpoint.format.manifest import MANIFEST
 
     found: list[PrunedFolder] = []
     for folder in folders:
-        mine = [name for name in what.files if name.startswith(f"{folder.name}/")]
-        if folder.name in what.folders:
-            mine = [f"{folder.name}/{file}" for file in folder.files]
-        elif folder.name in what.checkpoints:
-            mine.append(f"{folder.name}/{MANIFEST}")
-        if folder.name in what.checkpoints:
-            why = "checkpoint" if folder.name in what.folders else "checkpoint; others still need files of it"
+        files = [name for name in removal.files if name.startswith(f"{folder.name}/")]
+        if folder.name in removal.folders:
+            files = [f"{folder.name}/{file}" for file in folder.files]
+        elif folder.name in removal.checkpoints:
+            files.append(f"{folder.name}/{MANIFEST}")
+        if folder.name in removal.checkpoints:
+            why = "checkpoint" if folder.name in removal.folders else "checkpoint; others still need files of it"
         else:
             why = "not used by any checkpoint"
-        if mine or folder.name in what.folders:
-            found.append(PrunedFolder(folder.name, why, sum(storage.size(name) for name in mine)))
+        if files or folder.name in removal.folders:
+            found.append(PrunedFolder(folder.name, why, sum(storage.size(name) for name in files)))
     return found
 
 
-def _say(going: Sequence[PrunedFolder], num_left: int, dry_run: bool) -> None:
+def _print_pruned(pruned: Sequence[PrunedFolder], num_left: int, dry_run: bool) -> None:
     from closeranks.telemetry.terminal_table import print_table, size
 
-    if going:
-        rows = [(row.name, row.why, size(row.num_bytes)) for row in going]
+    if pruned:
+        rows = [(row.name, row.why, size(row.num_bytes)) for row in pruned]
         print_table(("would go" if dry_run else "gone", "what", "frees"), rows, right=("frees",))
-    freed = size(sum(row.num_bytes for row in going))
+    freed = size(sum(row.num_bytes for row in pruned))
     stays = "1 checkpoint stays" if num_left == 1 else f"{num_left} checkpoints stay"
-    if not going:
+    if not pruned:
         typer.echo(f"Nothing to remove; {stays}.")
     else:
         typer.echo(f"\n{freed} would be freed; {stays}." if dry_run else f"\n{freed} freed; {stays}.")

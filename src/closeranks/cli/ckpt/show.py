@@ -48,8 +48,8 @@ def show(
     tensors = dict(sorted(tensors.items(), key=lambda item: natural_sort_key(item[0])))
     if as_json:
         rows = [_row(*name, one) for name, one in tensors.items()]
-        told = {"path": found.path, "state": found.status, "step": manifest.step, "layout": manifest.layout}
-        print(json.dumps({**told, "tree": manifest.tree, "tensors": rows}, indent=1))
+        header = {"path": found.path, "state": found.status, "step": manifest.step, "layout": manifest.layout}
+        print(json.dumps({**header, "tree": manifest.tree, "tensors": rows}, indent=1))
         return
     console = stdout()
     kind = "full" if manifest.is_full else f"refers to {len(manifest.referenced_files())} files of earlier checkpoints"

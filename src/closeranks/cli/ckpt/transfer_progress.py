@@ -79,10 +79,10 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def print_result(moved: HubConversion, last: str) -> None:
+def print_result(conversion: HubConversion, last: str) -> None:
     """Print the notes, where the result is, and what to do with it."""
-    for note in moved.notes:
+    for note in conversion.notes:
         safe_echo(f"note: {note}", err=True)
-    files = f" in {len(moved.files)} files" if len(moved.files) > 1 else ""
-    size = size_text(moved.num_bytes)
-    safe_echo(f"{moved.source} -> {moved.place}: {moved.num_tensors} tensors, {size}{files}.\n{last}")
+    files = f" in {len(conversion.files)} files" if len(conversion.files) > 1 else ""
+    size = size_text(conversion.num_bytes)
+    safe_echo(f"{conversion.source} -> {conversion.place}: {conversion.num_tensors} tensors, {size}{files}.\n{last}")

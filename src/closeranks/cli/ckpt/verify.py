@@ -24,7 +24,7 @@ Every finding names its checkpoint, file and tensor. Exit status: 0 all is sound
 verify.
 """
 
-_LISTED = 10
+_MAX_LINES = 10
 """Maximum lines about one file: a missing file may affect thousands of tensors."""
 
 
@@ -46,21 +46,21 @@ def verify(
     from closeranks.run.state.checkpoint_lookup import require_checkpoints
     from closeranks.telemetry.terminal_table import size
 
-    catalogue, seen, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()
+    catalogue, verified, started_at = require_checkpoints(place), VerifiedChunks(), time.monotonic()
     with _bar(num_bytes_to_verify(catalogue)) as on_progress:
-        findings = verify_all(catalogue, on_progress, seen)
+        findings = verify_all(catalogue, on_progress, verified)
     seconds = max(time.monotonic() - started_at, 1e-9)
     damage = [finding for finding in findings if finding.is_damage]
     num_sealed = sum(found.manifest is not None for found in catalogue)
     if as_json:
-        told = {"num_checkpoints": num_sealed, "num_chunks": seen.num_chunks, "num_bytes": seen.num_bytes}
+        counts = {"num_checkpoints": num_sealed, "num_chunks": verified.num_chunks, "num_bytes": verified.num_bytes}
         rows = [asdict(finding) for finding in findings]
-        print(json.dumps({**told, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
+        print(json.dumps({**counts, "seconds": seconds, "is_sound": not damage, "findings": rows}, indent=1))
     else:
         for line in _lines(findings):
             safe_echo(line)
-        what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {seen.num_chunks:,} chunks"
-        rate = f"{size(seen.num_bytes)} in {seconds:.1f} s, {seen.num_bytes / seconds / 1e9:.2f} GB/s"
+        what = f"{num_sealed} checkpoint{'' if num_sealed == 1 else 's'}, {verified.num_chunks:,} chunks"
+        rate = f"{size(verified.num_bytes)} in {seconds:.1f} s, {verified.num_bytes / seconds / 1e9:.2f} GB/s"
         wrong = {finding.checkpoint or finding.what for finding in damage}
         safe_echo(f"{what}: {f'{len(wrong)} damaged' if wrong else 'all sound'} ({rate})")
         sound = [found.name for found in catalogue if found.manifest is not None and found.name not in wrong]
@@ -79,13 +79,13 @@ def _lines(findings: Sequence[VerifyFinding]) -> Iterator[str]:
         faults = files.setdefault((finding.checkpoint, finding.file), {})
         faults.setdefault((finding.what, finding.is_damage), []).append(finding)
     for faults in files.values():
-        for held in list(faults.values())[:_LISTED]:
+        for held in list(faults.values())[:_MAX_LINES]:
             num_tensors = len({finding.tensor for finding in held} - {""})
             finding = held[0] if num_tensors < 2 else replace(held[0], tensor="")
             more = f" ({num_tensors} tensors)" if num_tensors > 1 else ""
             yield f"{'DAMAGED' if finding.is_damage else 'note   '}  {finding}{more}"
-        if len(faults) > _LISTED:
-            yield f"         and {len(faults) - _LISTED} more of this file: --json names them all"
+        if len(faults) > _MAX_LINES:
+            yield f"         and {len(faults) - _MAX_LINES} more of this file: --json names them all"
 
 
 @contextmanager

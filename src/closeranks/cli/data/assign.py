@@ -23,7 +23,7 @@ Positions count all samples that the run reads, from 0; which sample is at a pos
 so a step has the same samples for any number of workers and after any resume. Steps count from 1, as in `train`. Ranks
 that hold parts of one model (tensor, pipeline) read the same samples and are one data rank.
 """
-_LISTED = 12
+_MAX_LISTED = 12
 """Maximum samples in a cell of the table."""
 
 
@@ -49,43 +49,43 @@ def assign(
     from closeranks.cli.data.rank_samples import compare_assignments, samples_per_rank
     from closeranks.core.errors import UserError
 
-    reading = open_job_data(parse_arguments(words or [], Path.cwd()))
-    if step > reading.schedule.num_steps:
-        what = f"the run of {reading.name} has {reading.schedule.num_steps} steps, and step {step} was asked for"
-        raise UserError(what, f"Name one of 1 to {reading.schedule.num_steps}.")
-    shares = {count: samples_per_rank(reading, step - 1, count) for count in dict.fromkeys(workers)}
+    job_data = open_job_data(parse_arguments(words or [], Path.cwd()))
+    if step > job_data.schedule.num_steps:
+        what = f"the run of {job_data.name} has {job_data.schedule.num_steps} steps, and step {step} was asked for"
+        raise UserError(what, f"Name one of 1 to {job_data.schedule.num_steps}.")
+    assignments = {count: samples_per_rank(job_data, step - 1, count) for count in dict.fromkeys(workers)}
     if as_json:
-        print(json.dumps(_told(reading, step, shares), indent=1))
+        print(json.dumps(_as_dict(job_data, step, assignments), indent=1))
         return
-    _print_head(reading, step)
-    for count, held in shares.items():
-        _print_shares(count, held)
-    first, *others = shares.values()
+    _print_head(job_data, step)
+    for count, assignment in assignments.items():
+        _print_assignment(count, assignment)
+    first, *others = assignments.values()
     for other in others:
         typer.echo(f"\n{compare_assignments(first, other)}")
 
 
-def _print_head(reading: JobData, step: int) -> None:
-    schedule = reading.schedule
+def _print_head(job_data: JobData, step: int) -> None:
+    schedule = job_data.schedule
     first, last = schedule.position(step - 1), schedule.position(step)
     micro = schedule.num_micro_batches(step - 1)
-    epoch = first // reading.order.num_samples
+    epoch = first // job_data.order.num_samples
     typer.echo(
-        f"{reading.name}: step {step} of {schedule.num_steps}, epoch {epoch}: positions {first:,} to {last - 1:,}, "
+        f"{job_data.name}: step {step} of {schedule.num_steps}, epoch {epoch}: positions {first:,} to {last - 1:,}, "
         f"{last - first} samples in {micro} {'micro-batch' if micro == 1 else 'micro-batches'}"
     )
 
 
-def _print_shares(count: int, shares: Sequence[RankSamples]) -> None:
+def _print_assignment(count: int, assignment: Sequence[RankSamples]) -> None:
     from closeranks.telemetry.terminal_table import print_table
 
-    ranks = f"{len(shares)} data {'rank' if len(shares) == 1 else 'ranks'}"
+    ranks = f"{len(assignment)} data {'rank' if len(assignment) == 1 else 'ranks'}"
     typer.echo(f"\n{count} {'worker' if count == 1 else 'workers'}, {ranks}")
     rows = [
-        [str(share.rank), *(_spans(share.micro_batches)), _ids(share.samples), _short(share.files)]
-        if share.micro_batches
-        else [str(share.rank), "none", "", "", ""]
-        for share in shares
+        [str(rank.rank), *(_spans(rank.micro_batches)), _ids(rank.samples), _short(rank.files)]
+        if rank.micro_batches
+        else [str(rank.rank), "none", "", "", ""]
+        for rank in assignment
     ]
     headings: tuple[str, ...] = ("data rank", "micro-batches", "positions", "samples", "files")
     if not any(row[4] for row in rows):
@@ -100,8 +100,8 @@ def _spans(micro_batches: Sequence[Any]) -> tuple[str, str]:
 
 
 def _ids(samples: Sequence[int]) -> str:
-    more = f" and {len(samples) - _LISTED} more" if len(samples) > _LISTED else ""
-    return ", ".join(map(str, samples[:_LISTED])) + more
+    more = f" and {len(samples) - _MAX_LISTED} more" if len(samples) > _MAX_LISTED else ""
+    return ", ".join(map(str, samples[:_MAX_LISTED])) + more
 
 
 def _short(files: Sequence[str], limit: int = 3) -> str:
@@ -110,20 +110,22 @@ def _short(files: Sequence[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _told(reading: JobData, step: int, shares: dict[int, list[RankSamples]]) -> dict[str, Any]:
-    schedule = reading.schedule
+def _as_dict(job_data: JobData, step: int, assignments: dict[int, list[RankSamples]]) -> dict[str, Any]:
+    schedule = job_data.schedule
     return {
-        "job": reading.name,
+        "job": job_data.name,
         "step": step,
         "num_steps": schedule.num_steps,
         "first_position": schedule.position(step - 1),
         "last_position": schedule.position(step) - 1,
-        "workers": {str(count): [_told_share(share, step) for share in held] for count, held in shares.items()},
+        "workers": {
+            str(count): [_rank_as_dict(rank, step) for rank in assignment] for count, assignment in assignments.items()
+        },
     }
 
 
-def _told_share(share: RankSamples, step: int) -> dict[str, Any]:
+def _rank_as_dict(rank: RankSamples, step: int) -> dict[str, Any]:
     from dataclasses import asdict
 
-    told = asdict(share)
-    return {**told, "micro_batches": [{**one, "step": step} for one in told["micro_batches"]]}
+    fields = asdict(rank)
+    return {**fields, "micro_batches": [{**one, "step": step} for one in fields["micro_batches"]]}

@@ -24,7 +24,7 @@ from closeranks.data.shards.verify import verify
 _RECORDS_AT_ONCE = 256
 _TOKENS_AT_ONCE = 1 << 20
 
-_CARRIED = {
+_CHECKSUM_NOTES = {
     "parquet": "pages compared with their checksums where they have any",
     "arrow": "arrow has no checksums",
     "jsonl": "JSONL has no checksums",
@@ -64,21 +64,21 @@ def check_dataset(path: str, format: str, on_progress: OnProgress) -> DatasetChe
     files = open_files(path)
     if format in ("", "shards") and is_shards(files):
         found = verify(files, on_progress)
-        told = tuple(DatasetFinding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
-        return DatasetCheck(_shards_in_words(path), "every block against its checksum", told)
-    opened = open_path(path, format)
-    what = f"{opened.num_samples:,} {opened.noun}"
-    store = opened.tokens if opened.tokens is not None else opened.records
+        damage = tuple(DatasetFinding(one.file, one.offset, one.reason, one.first, one.last, str(one)) for one in found)
+        return DatasetCheck(_describe_shards(path), "every block against its checksum", damage)
+    stored = open_path(path, format)
+    what = f"{stored.num_samples:,} {stored.noun}"
+    store = stored.tokens if stored.tokens is not None else stored.records
     if damaged := tuple(_bad_indexes(store)):  # reading through a damaged index says nothing about the data
         return DatasetCheck(what, "its index against its checksums", damaged)
-    if opened.tokens is not None:
-        return DatasetCheck(what, "every token read", tuple(_bad_tokens(opened.tokens, on_progress)))
-    assert opened.records is not None
-    records = _Looked(opened.records)
-    findings = tuple(records.findings(on_progress))
+    if stored.tokens is not None:
+        return DatasetCheck(what, "every token read", tuple(_bad_tokens(stored.tokens, on_progress)))
+    assert stored.records is not None
+    check = _RecordCheck(stored.records)
+    findings = tuple(check.findings(on_progress))
     how_far = "decoded" if find_spec("PIL") else "looked at, none decoded (Pillow is not installed)"
-    images = f", {records.num_images:,} images {how_far}" if records.num_images else ""
-    return DatasetCheck(what, f"every record read{images}; {_CARRIED[opened.format]}", findings)
+    images = f", {check.num_images:,} images {how_far}" if check.num_images else ""
+    return DatasetCheck(what, f"every record read{images}; {_CHECKSUM_NOTES[stored.format]}", findings)
 
 
 def _bad_indexes(store: object) -> Iterator[DatasetFinding]:
@@ -90,7 +90,7 @@ def _bad_indexes(store: object) -> Iterator[DatasetFinding]:
             yield DatasetFinding(str(index.path), 0, error.what, 0, 0, str(error))
 
 
-def _shards_in_words(path: str) -> str:
+def _describe_shards(path: str) -> str:
     try:
         manifest = read_manifest(open_files(path))
     except DataError:
@@ -100,7 +100,7 @@ def _shards_in_words(path: str) -> str:
     return f"{count:,} {'shard' if count == 1 else 'shards'}, {manifest.num_items:,} {noun}"
 
 
-class _Looked:
+class _RecordCheck:
     """Reads records one after the other, and checks the images in them."""
 
     def __init__(self, store: Records) -> None:
@@ -120,14 +120,14 @@ class _Looked:
         for name, value in record.items():
             if is_image(name, value):
                 self.num_images += 1
-                if fault := image_error(value["bytes"] if is_embedded(value) else value, in_full=True):
-                    return f"field '{name}' {fault}"
+                if error := image_error(value["bytes"] if is_embedded(value) else value, in_full=True):
+                    return f"field '{name}' {error}"
         return ""
 
     def _finding(self, index: int, reason: str) -> DatasetFinding:
-        place = self._store.where(index)
-        text = reason if place.file in reason else f"{place}: {reason}"
-        return DatasetFinding(place.file, place.offset, reason, index, index + 1, f"{text} (record {index})")
+        location = self._store.where(index)
+        text = reason if location.file in reason else f"{location}: {reason}"
+        return DatasetFinding(location.file, location.offset, reason, index, index + 1, f"{text} (record {index})")
 
 
 def _bad_tokens(store: Tokens, on_progress: OnProgress) -> Iterator[DatasetFinding]:
@@ -136,16 +136,16 @@ def _bad_tokens(store: Tokens, on_progress: OnProgress) -> Iterator[DatasetFindi
         try:
             tokens = store.read(np.array([start], dtype=np.int64), length)
         except BadRecordError as error:
-            place = store.where(start)
-            yield DatasetFinding(place.file, place.offset, error.what, start, start + length, error.what)
+            location = store.where(start)
+            yield DatasetFinding(location.file, location.offset, error.what, start, start + length, error.what)
         else:
             if store.vocab_size and int(tokens.max()) >= store.vocab_size:
-                yield _outside(store, start, tokens)
+                yield _out_of_vocabulary(store, start, tokens)
         on_progress(start + length, store.num_tokens)
 
 
-def _outside(store: Tokens, start: int, tokens: np.ndarray) -> DatasetFinding:
+def _out_of_vocabulary(store: Tokens, start: int, tokens: np.ndarray) -> DatasetFinding:
     at = int(np.argmax(tokens[0] >= store.vocab_size))
-    place = store.where(start + at)
+    location = store.where(start + at)
     reason = f"token {int(tokens[0, at])} lies outside the vocabulary of {store.vocab_size}"
-    return DatasetFinding(place.file, place.offset, reason, start + at, start + at + 1, f"{place}: {reason}")
+    return DatasetFinding(location.file, location.offset, reason, start + at, start + at + 1, f"{location}: {reason}")

@@ -17,7 +17,7 @@ import numpy as np
 from closeranks.data.decode import looks_like_image
 
 _IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp"}
-_NAMED = 12
+_MIN_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _describe_array(value: np.ndarray, length: int) -> str:
     if not value.size or value.dtype.kind not in "uifb":
         return what
     if value.ndim == 1 and value.dtype.kind in "uib":
-        shown = value[: max(length // 6, _NAMED)].tolist()
+        shown = value[: max(length // 6, _MIN_SHOWN)].tolist()
         more = f" and {value.size - len(shown):,} more" if value.size > len(shown) else ""
         return what if length == 0 else f"{what}: {' '.join(map(str, shown))}{more}"
     low, mean, high = float(value.min()), float(value.mean(dtype=np.float64)), float(value.max())

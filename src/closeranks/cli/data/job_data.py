@@ -73,24 +73,26 @@ def parse_arguments(words: Sequence[str], folder: Path) -> DataArguments:
     return DataArguments(DEFAULT, tuple(words))
 
 
-def open_job_data(words: DataArguments) -> JobData:
-    path = Path(words.place)
-    job = resolve_paths(load_job(path, words.overrides).value, path)
+def open_job_data(arguments: DataArguments) -> JobData:
+    path = Path(arguments.place)
+    job = resolve_paths(load_job(path, arguments.overrides).value, path)
     add_job_folder_to_path(path)
     source = as_loader_source(open_source(job.data, "train", job.run.seed))
     order = order_of(job.data, source, job.run.seed)
-    past = find_batch_history(job, choose_folder(job, path.stem))
-    return JobData(words.place, job, source, order, batch_schedule(past.apply_to(job), len(source), past.ends))
+    history = find_batch_history(job, choose_folder(job, path.stem))
+    return JobData(
+        arguments.place, job, source, order, batch_schedule(history.apply_to(job), len(source), history.ends)
+    )
 
 
-def draw_at(reading: JobData, position: int) -> MixtureDraw | None:
+def draw_at(job_data: JobData, position: int) -> MixtureDraw | None:
     """None if the data is not a mixture."""
-    config, order = reading.job.data, reading.order
+    config, order = job_data.job.data, job_data.order
     if not isinstance(config, MixtureConfig) or not isinstance(order, MixtureOrder):
         return None
-    place = np.array([position], dtype=np.int64)
-    numbers, draws = WeightedInterleave.of(order.weights).at(place)
+    positions = np.array([position], dtype=np.int64)
+    numbers, draws = WeightedInterleave.of(order.weights).at(positions)
     number, draw = int(numbers[0]), int(draws[0])
     offset = sum(part.num_samples for part in order.parts[:number])
-    sample = int(order.at(place)[0]) - offset
+    sample = int(order.at(positions)[0]) - offset
     return MixtureDraw(list(config.parts)[number], sample, draw // order.parts[number].num_samples)

@@ -29,16 +29,16 @@ def draw_lengths(found: Sequence[NamedStats], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def _draw_one(axes: Any, found: NamedStats) -> None:
-    lengths = found.survey.lengths
+def _draw_one(axes: Any, stats: NamedStats) -> None:
+    lengths = stats.survey.lengths
     bars = lengths.bars()
-    axes.set_title(f"{found.name}: {found.headline()}", loc="left", fontsize=10, color=_INK)
+    axes.set_title(f"{stats.name}: {stats.headline()}", loc="left", fontsize=10, color=_INK)
     axes.bar(range(len(bars)), [bar.count for bar in bars], width=0.92, color=_BAR, zorder=2)
     names = [_short(bar.first) if bar.last - bar.first == 1 else f"{_short(bar.first)}+" for bar in bars]
     every = 1 if len(bars) <= _LABELS else 2
     axes.set_xticks(range(0, len(bars), every), names[::every], fontsize=8)
-    axes.set_xlabel(f"{found.unit} of a {found.noun[:-1]}", fontsize=9, color=_INK)
-    axes.set_ylabel(found.noun, fontsize=9, color=_INK)
+    axes.set_xlabel(f"{stats.unit} of a {stats.noun[:-1]}", fontsize=9, color=_INK)
+    axes.set_ylabel(stats.noun, fontsize=9, color=_INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.margins(y=0.28)
     axes.grid(axis="y", color=_GRID, zorder=0)
@@ -49,16 +49,14 @@ def _draw_one(axes: Any, found: NamedStats) -> None:
         return
     for share, name, height in ((0.5, "median", 0.97), (0.95, "p95", 0.89)):
         length = lengths.quantile(share)
-        place = _place(length, [bar.first for bar in bars])
-        axes.axvline(place, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+        x = _position(length, [bar.first for bar in bars])
+        axes.axvline(x, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
         label = f" {name} {length:,.0f} "
-        side = "left" if place < len(bars) * 0.7 else "right"
-        axes.text(
-            place, height, label, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8, color=_MARK
-        )
+        side = "left" if x < len(bars) * 0.7 else "right"
+        axes.text(x, height, label, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8, color=_MARK)
 
 
-def _place(length: float, firsts: Sequence[int]) -> float:
+def _position(length: float, firsts: Sequence[int]) -> float:
     """The position of a length on an axis with a bar per doubling."""
     number = max(index for index, first in enumerate(firsts) if first <= length)
     first = firsts[number]

@@ -16,7 +16,7 @@ from closeranks.data.sampling.order import MicroBatch
 from closeranks.data.source import LoaderSource
 from closeranks.run.job.job import check_workers, layout_for
 
-_LOOKED_UP = 4096
+_MAX_LOOKED_UP = 4096
 """Maximum samples of a rank whose files are looked up."""
 
 
@@ -31,17 +31,17 @@ class RankSamples:
     """In the order of first use; empty if the source has none."""
 
 
-def samples_per_rank(reading: JobData, step: int, num_workers: int) -> list[RankSamples]:
-    if problems := check_workers(reading.job, num_workers):
+def samples_per_rank(job_data: JobData, step: int, num_workers: int) -> list[RankSamples]:
+    if problems := check_workers(job_data.job, num_workers):
         raise ConfigError(problems)
-    size = layout_for(reading.job, num_workers).data
-    return [_share(reading, step, rank, size) for rank in range(size)]
+    size = layout_for(job_data.job, num_workers).data
+    return [_rank_samples(job_data, step, rank, size) for rank in range(size)]
 
 
-def _share(reading: JobData, step: int, rank: int, size: int) -> RankSamples:
-    taken = reading.schedule.assigned(step, rank, size)
-    samples = reading.order.between(taken[0].first, taken[-1].last).tolist() if taken else []
-    return RankSamples(rank, taken, tuple(samples), tuple(files_of(reading.source, samples[:_LOOKED_UP])))
+def _rank_samples(job_data: JobData, step: int, rank: int, size: int) -> RankSamples:
+    taken = job_data.schedule.assigned(step, rank, size)
+    samples = job_data.order.between(taken[0].first, taken[-1].last).tolist() if taken else []
+    return RankSamples(rank, taken, tuple(samples), tuple(files_of(job_data.source, samples[:_MAX_LOOKED_UP])))
 
 
 def files_of(source: LoaderSource, samples: Iterable[int]) -> list[str]:
@@ -62,12 +62,12 @@ def compare_assignments(one: Sequence[RankSamples], other: Sequence[RankSamples]
     )
 
 
-def _readers(shares: Sequence[RankSamples]) -> dict[tuple[int, int], int]:
+def _readers(assignment: Sequence[RankSamples]) -> dict[tuple[int, int], int]:
     """(position, sample) -> the rank that reads it."""
     return {
-        (position, sample): share.rank
-        for share in shares
+        (position, sample): rank.rank
+        for rank in assignment
         for position, sample in zip(
-            (p for micro in share.micro_batches for p in range(micro.first, micro.last)), share.samples, strict=True
+            (p for micro in rank.micro_batches for p in range(micro.first, micro.last)), rank.samples, strict=True
         )
     }

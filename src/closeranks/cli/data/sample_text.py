@@ -61,78 +61,78 @@ def decoder_of(tokenizer: str) -> Decode | None:
         return bytes_as_text
     from closeranks.data.building.tokenizer import open_decoder
 
-    opened = open_decoder(tokenizer)
-    return lambda tokens: str(opened.decode(tokens.tolist(), skip_special_tokens=False))
+    decoder = open_decoder(tokenizer)
+    return lambda tokens: str(decoder.decode(tokens.tolist(), skip_special_tokens=False))
 
 
-def sample_of_job(words: DataArguments, position: int) -> SampleText:
+def sample_of_job(arguments: DataArguments, position: int) -> SampleText:
     from closeranks.cli.data.job_data import draw_at, open_job_data
 
-    reading = open_job_data(words)
-    sample = int(reading.order.at(np.array([position], dtype=np.int64))[0])
-    turn = draw_at(reading, position)
+    job_data = open_job_data(arguments)
+    sample = int(job_data.order.at(np.array([position], dtype=np.int64))[0])
+    draw = draw_at(job_data, position)
     facts = {
         "sample": sample,
-        "of": len(reading.source),
-        "epoch": position // reading.order.num_samples,
-        "part": "" if turn is None else f"{turn.part}: its sample {turn.sample} in its epoch {turn.epoch}",
-        "read at": _when(reading.schedule, position),
-        "lies in": reading.source.where(sample),
-        "data": reading.source.identity,
+        "of": len(job_data.source),
+        "epoch": position // job_data.order.num_samples,
+        "part": "" if draw is None else f"{draw.part}: its sample {draw.sample} in its epoch {draw.epoch}",
+        "read at": _when(job_data.schedule, position),
+        "lies in": job_data.source.where(sample),
+        "data": job_data.source.identity,
     }
-    batch = reading.source.read(np.array([sample], dtype=np.int64))
-    vocab_size = int(getattr(reading.source, "vocab_size", 0) or reading.job.data.vocab_size)
+    batch = job_data.source.read(np.array([sample], dtype=np.int64))
+    vocab_size = int(getattr(job_data.source, "vocab_size", 0) or job_data.job.data.vocab_size)
     fields = {name: value[0].numpy() for name, value in batch.items()}
-    return SampleText(f"{reading.name}, position {position:,}", facts, fields, vocab_size)
+    return SampleText(f"{job_data.name}, position {position:,}", facts, fields, vocab_size)
 
 
 def _when(schedule: BatchSchedule, position: int) -> str:
     end = schedule.position(schedule.num_steps)
     if position >= end:
         return f"never: the run ends after {end:,} positions"
-    step, place = divmod(position, schedule.global_batch)
-    return f"step {step + 1}, micro-batch {place // schedule.micro_batch}"
+    step, offset = divmod(position, schedule.global_batch)
+    return f"step {step + 1}, micro-batch {offset // schedule.micro_batch}"
 
 
-def sample_of_path(words: DataArguments, number: int, format_: str) -> SampleText:
+def sample_of_path(arguments: DataArguments, number: int, format_: str) -> SampleText:
     from closeranks.cli.data.stored_data import open_path
 
-    if words.overrides:
-        what = f"'{words.overrides[0]}' changes a value of a job, but '{words.place}' is not a job"
+    if arguments.overrides:
+        what = f"'{arguments.overrides[0]}' changes a value of a job, but '{arguments.place}' is not a job"
         raise UserError(what, "Values can be changed only in a job file (.toml).")
-    opened = open_path(words.place, format_)
-    if number >= opened.num_samples:
-        what = f"'{words.place}' holds {opened.num_samples:,} {opened.noun}, and number {number:,} was asked for"
-        raise UserError(what, f"Name one of 0 to {opened.num_samples - 1:,}.")
-    facts = {"lies in": str(opened.where(number)), "data": opened.identity}
-    title = f"{words.place}, {opened.noun[:-1]} {number:,} of {opened.num_samples:,}"
-    return SampleText(title, facts, opened.read(number), opened.vocab_size)
+    stored = open_path(arguments.place, format_)
+    if number >= stored.num_samples:
+        what = f"'{arguments.place}' holds {stored.num_samples:,} {stored.noun}, and number {number:,} was asked for"
+        raise UserError(what, f"Name one of 0 to {stored.num_samples - 1:,}.")
+    facts = {"lies in": str(stored.where(number)), "data": stored.identity}
+    title = f"{arguments.place}, {stored.noun[:-1]} {number:,} of {stored.num_samples:,}"
+    return SampleText(title, facts, stored.read(number), stored.vocab_size)
 
 
-def lines(shown: SampleText, decode: Decode | None, length: int) -> Iterator[str]:
-    yield shown.title
-    facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in shown.facts.items()}
+def lines(sample: SampleText, decode: Decode | None, length: int) -> Iterator[str]:
+    yield sample.title
+    facts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in sample.facts.items()}
     if "sample" in facts:
         facts["sample"] += f" of {facts.pop('of')}"
     yield from (f"  {name:<8} {value}" for name, value in facts.items() if value)
-    texts = dict(shown.texts(decode))
-    for name, value in shown.fields.items():
+    texts = dict(sample.texts(decode))
+    for name, value in sample.fields.items():
         yield f"{name}: {describe_field(value, length if name not in texts else 0)}"
         if name in texts:
-            yield _cut(texts[name], length)
+            yield _truncate(texts[name], length)
 
 
-def _cut(text: str, length: int) -> str:
+def _truncate(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} characters more)"
 
 
-def save_fields(shown: SampleText, folder: Path, decode: Decode | None) -> list[Path]:
+def save_fields(sample: SampleText, folder: Path, decode: Decode | None) -> list[Path]:
     """Write each field to a file: images as they are or as PNG, text as text, arrays as NumPy files."""
-    texts = dict(shown.texts(decode))
+    texts = dict(sample.texts(decode))
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, value in shown.fields.items():
+        for name, value in sample.fields.items():
             file = file_of_field(name, texts.get(name, value))
             (folder / file.name).write_bytes(file.data)
             written.append(folder / file.name)

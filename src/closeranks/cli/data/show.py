@@ -50,14 +50,14 @@ def show(
     from closeranks.cli.data.job_data import parse_arguments
     from closeranks.cli.data.sample_text import decoder_of, lines, sample_of_job, sample_of_path, save_fields
 
-    place = parse_arguments(words or [], Path.cwd())
+    arguments = parse_arguments(words or [], Path.cwd())
     decode = decoder_of(tokenizer)
-    shown = sample_of_job(place, number) if place.is_job else sample_of_path(place, number, format_)
-    written = save_fields(shown, save, decode) if save is not None else []
+    sample = sample_of_job(arguments, number) if arguments.is_job else sample_of_path(arguments, number, format_)
+    written = save_fields(sample, save, decode) if save is not None else []
     if as_json:
-        print(json.dumps({**shown.as_dict(decode), "files": [str(path) for path in written]}, indent=1))
+        print(json.dumps({**sample.as_dict(decode), "files": [str(path) for path in written]}, indent=1))
         return
-    for line in lines(shown, decode, length):
+    for line in lines(sample, decode, length):
         safe_echo(line)
     for path in written:
         safe_echo(f"wrote {path}")

@@ -101,38 +101,38 @@ class NamedStats:
 
 
 def collect_stats(
-    words: Sequence[str], wish: StatsOptions, on_progress: Callable[[int, int], None]
+    words: Sequence[str], options: StatsOptions, on_progress: Callable[[int, int], None]
 ) -> list[NamedStats]:
-    return [_survey(opened, wish, on_progress) for opened in _opened(words, wish)]
+    return [_collect(stored, options, on_progress) for stored in _open_all(words, options)]
 
 
-def _opened(words: Sequence[str], wish: StatsOptions) -> Iterator[StoredData]:
+def _open_all(words: Sequence[str], options: StatsOptions) -> Iterator[StoredData]:
     from closeranks.cli.data.job_data import parse_arguments
 
-    place = parse_arguments(words, Path.cwd())
-    if place.is_job:
+    arguments = parse_arguments(words, Path.cwd())
+    if arguments.is_job:
         from closeranks.run.job.job import load_job
         from closeranks.run.job.paths import resolve_paths
 
-        path = Path(place.place)
-        yield from open_config(resolve_paths(load_job(path, place.overrides).value, path).data)
+        path = Path(arguments.place)
+        yield from open_config(resolve_paths(load_job(path, arguments.overrides).value, path).data)
         return
-    if place.overrides:
-        what = f"'{place.overrides[0]}' changes a value of a job, but '{place.place}' is not a job"
+    if arguments.overrides:
+        what = f"'{arguments.overrides[0]}' changes a value of a job, but '{arguments.place}' is not a job"
         raise UserError(what, "Values can be changed only in a job file (.toml).")
-    yield open_path(place.place, wish.format)
+    yield open_path(arguments.place, options.format)
 
 
-def _survey(opened: StoredData, wish: StatsOptions, on_progress: Callable[[int, int], None]) -> NamedStats:
-    if opened.tokens is not None:
-        found = token_stats(
-            opened.tokens,
-            limit=wish.limit,
-            seq_len=wish.seq_len or opened.seq_len,
+def _collect(stored: StoredData, options: StatsOptions, on_progress: Callable[[int, int], None]) -> NamedStats:
+    if stored.tokens is not None:
+        stats = token_stats(
+            stored.tokens,
+            limit=options.limit,
+            seq_len=options.seq_len or stored.seq_len,
             on_progress=on_progress,
-            reads_all=not wish.is_fast,
+            reads_all=not options.is_fast,
         )
     else:
-        assert opened.records is not None
-        found = record_stats(opened.records, limit=wish.limit, on_progress=on_progress)
-    return NamedStats(opened.name, found, opened.text_bytes)
+        assert stored.records is not None
+        stats = record_stats(stored.records, limit=options.limit, on_progress=on_progress)
+    return NamedStats(stored.name, stats, stored.text_bytes)

@@ -82,31 +82,33 @@ def open_path(path: str, format: str = "") -> StoredData:
     return _open(path, open_files(path), format, IndexLocation())
 
 
-def _open(name: str, files: Files, format: str, place: IndexLocation) -> StoredData:
+def _open(name: str, files: Files, format: str, location: IndexLocation) -> StoredData:
     format = format or detect(files)
     if format == SHARDS:
         manifest = read_manifest(files)
         if manifest.head.kind == "tokens":
             text_bytes = int(manifest.about.provenance.get("text_bytes", 0))
-            return StoredData(name, format, files, tokens=open_tokens(files, format, place, ""), text_bytes=text_bytes)
+            return StoredData(
+                name, format, files, tokens=open_tokens(files, format, location, ""), text_bytes=text_bytes
+            )
     if format == "megatron":
-        return StoredData(name, format, files, tokens=open_tokens(files, format, place, ""))
-    return StoredData(name, format, files, records=open_records(files, format, place))
+        return StoredData(name, format, files, tokens=open_tokens(files, format, location, ""))
+    return StoredData(name, format, files, records=open_records(files, format, location))
 
 
 def open_config(config: DataConfig) -> Iterator[StoredData]:
     """The stored data of a job's table; for a mixture, that of each part."""
     for part, table in _tables(config, config.name):
         files = open_files(table.path, cache=table.cache, cache_bytes=table.cache_bytes)
-        place = IndexLocation(table.index, table.cache)
-        shown = f"{part} ({table.path})"
+        location = IndexLocation(table.index, table.cache)
+        name = f"{part} ({table.path})"
         if isinstance(table, RecordsConfig):
-            yield StoredData(shown, table.format, files, records=open_records(files, table.format, place))
+            yield StoredData(name, table.format, files, records=open_records(files, table.format, location))
             continue
-        tokens = open_tokens(files, table.format, place, table.field)
+        tokens = open_tokens(files, table.format, location, table.field)
         is_ours = (table.format or detect(files)) == SHARDS
         text_bytes = int(read_manifest(files).about.provenance.get("text_bytes", 0)) if is_ours else 0
-        yield StoredData(shown, table.format, files, tokens=tokens, text_bytes=text_bytes, seq_len=table.seq_len)
+        yield StoredData(name, table.format, files, tokens=tokens, text_bytes=text_bytes, seq_len=table.seq_len)
 
 
 def _tables(config: DataConfig, name: str) -> Iterator[tuple[str, TokensConfig | RecordsConfig]]:

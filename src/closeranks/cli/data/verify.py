@@ -23,7 +23,7 @@ without a trace.
 
 Exit status: 0 all is sound, 1 damage was found, 2 it cannot be read, or is not a data set.
 """
-_LISTED = 50
+_MAX_LISTED = 50
 
 
 def register(app: typer.Typer) -> None:
@@ -43,18 +43,18 @@ def verify(
 
     started_at = time.monotonic()
     with progress("verifying") as on_progress:
-        proof = check_dataset(path, format_, on_progress)
+        check = check_dataset(path, format_, on_progress)
     seconds = time.monotonic() - started_at
     if as_json:
-        print(json.dumps({**asdict(proof), "seconds": seconds, "is_sound": not proof.findings}, indent=1))
+        print(json.dumps({**asdict(check), "seconds": seconds, "is_sound": not check.findings}, indent=1))
     else:
-        for finding in proof.findings[:_LISTED]:
+        for finding in check.findings[:_MAX_LISTED]:
             safe_echo(f"DAMAGED  {finding.text}")
-        if len(proof.findings) > _LISTED:
-            safe_echo(f"         and {len(proof.findings) - _LISTED:,} more: --json names them all")
-        verdict = f"{len(proof.findings):,} damaged" if proof.findings else "all sound"
-        safe_echo(f"{path}: {proof.what}: {verdict} ({proof.how}, {seconds:.1f} s)")
-    if proof.findings:
+        if len(check.findings) > _MAX_LISTED:
+            safe_echo(f"         and {len(check.findings) - _MAX_LISTED:,} more: --json names them all")
+        verdict = f"{len(check.findings):,} damaged" if check.findings else "all sound"
+        safe_echo(f"{path}: {check.what}: {verdict} ({check.how}, {seconds:.1f} s)")
+    if check.findings:
         raise typer.Exit(1)
 
 
