@@ -107,28 +107,28 @@ def make(
     replica: RankGroup,
     mesh: Any,
     partial: dict[str, Any] | None = None,
-    ways: Callable[[RankGroup], ReductionFactory] | None = None,
+    factory_of: Callable[[RankGroup], ReductionFactory] | None = None,
 ) -> Reducer:
-    """``partial``: further groups of some parameters, by name; ``ways``: how buckets are summed, of the group that is
-    asked for it."""
+    """``partial``: further groups of some parameters, by name; ``factory_of``: how buckets are summed, of the group
+    that is asked for it."""
     caps: dict[str, Any] = {"bucket_bytes": strategy.bucket_bytes, "first_bucket_bytes": strategy.bucket_bytes // 3}
     if strategy.zero == 3:
         precision = Precision("float64")
-        mesh = mesh["shard"] if ways is not None and replica.size > 1 else mesh
+        mesh = mesh["shard"] if factory_of is not None and replica.size > 1 else mesh
         shard_fully(module, BLOCKS, mesh, precision=precision, hold=strategy.hold, prefetch=1, overlap=strategy.overlap)
     held = [replace(one, partial_over=(partial or {}).get(one.piece.name, ())) for one in local_parameters(module)]
     if strategy.zero == 3:
         over = replica if replica.size > 1 else shard
-        made = ways(over) if ways is not None else None
-        return FullyShardedReducer(held, [module], shard, replica, hold=strategy.hold, ways=made)
+        made = factory_of(over) if factory_of is not None else None
+        return FullyShardedReducer(held, [module], shard, replica, hold=strategy.hold, reduction_factory=made)
     if strategy.zero == 0:
         size = shard.size * replica.size
         data = RankGroup(
             replica.rank * shard.size + shard.rank, size, shard.process_group if replica.size == 1 else None
         )
-        made = ways(data) if ways is not None else None
-        return AllReduceReducer(held, data, overlap=strategy.overlap, ways=made, **caps)
-    caps["ways"] = ways(replica if replica.size > 1 else shard) if ways is not None else None
+        made = factory_of(data) if factory_of is not None else None
+        return AllReduceReducer(held, data, overlap=strategy.overlap, reduction_factory=made, **caps)
+    caps["reduction_factory"] = factory_of(replica if replica.size > 1 else shard) if factory_of is not None else None
     keys: dict[str, Any] = {"zero": strategy.zero, "hold": strategy.hold, "overlap": strategy.overlap}
     return ShardedReducer(held, shard, replica, **keys, **caps)
 

@@ -349,7 +349,7 @@ def held_between_micro_batches() -> list[tuple[int, int]]:
         reducer.end_backward()
         waiting = [bucket.outgoing for bucket in reducer._buckets if bucket.outgoing is not None]
         left = [p.grad for p in module.parameters() if p.grad is not None]
-        seen.append((held_bytes(left), held_bytes(waiting) + 1024 * len(reducer._convoy)))
+        seen.append((held_bytes(left), held_bytes(waiting) + 1024 * len(reducer._in_flight)))
     reducer.finish()
     return seen
 

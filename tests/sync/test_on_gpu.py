@@ -84,9 +84,9 @@ def test_as_plain_autograd_and_without_a_host_sync(zero: int, hold: str, name: s
         torch.cuda.set_sync_debug_mode("default")
         assert norm.isfinite()
     whole = dict(plain.named_parameters())
-    for leaf in reducer.parameter_shards():
-        expected = whole[leaf.piece.name].detach().view(leaf.tensor.shape)
-        torch.testing.assert_close(leaf.tensor, expected, rtol=1e-5, atol=1e-6)
+    for shard in reducer.parameter_shards():
+        expected = whole[shard.piece.name].detach().view(shard.tensor.shape)
+        torch.testing.assert_close(shard.tensor, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -56,7 +56,7 @@ def config(name: str, **more: object) -> CompressConfig:
     return CompressConfig.model_validate({"name": name, "ratio": 0.1, "rank": 1, **more})
 
 
-def ways_of(name: str, group: RankGroup, *, scatters: bool, plan: CompressionSchedule) -> ReductionFactory:
+def reductions_of(name: str, group: RankGroup, *, scatters: bool, plan: CompressionSchedule) -> ReductionFactory:
     return compressed_reductions(config(name), group, plan, scatters=scatters)
 
 
@@ -95,7 +95,12 @@ def observe(strategy: Strategy, name: str, num_replicas: int) -> Course:
     plan = CompressionSchedule(num_warmup=NUM_WARMUP, sample_every=2)
     shard, replica, mesh = groups(num_replicas)
     reducer = make(
-        strategy, module, shard, replica, mesh, ways=lambda over: ways_of(name, over, scatters=scatters, plan=plan)
+        strategy,
+        module,
+        shard,
+        replica,
+        mesh,
+        factory_of=lambda over: reductions_of(name, over, scatters=scatters, plan=plan),
     )
     arrived, norms, measured, sent, losses = [], [], [], [], torch.zeros(4, dtype=torch.float64)
     for step in range(NUM_STEPS):
@@ -226,19 +231,19 @@ def large(name: str, num_steps: int) -> tuple[float, float, float]:
     """Norms after many steps of gradients of size one: of what this rank owes, of the bound, and of the first step."""
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     numel = 8192
-    load = FlatBufferSpec((), numel, torch.float64, torch.device("cpu"))
-    load.__dict__["padding_indices"] = None  # nobody's, but not to be cleared
-    way = compressed_reductions(config(name, ratio=0.05), group, CompressionSchedule())(load)
+    spec = FlatBufferSpec((), numel, torch.float64, torch.device("cpu"))
+    spec.__dict__["padding_indices"] = None  # nobody's, but not to be cleared
+    reduction = compressed_reductions(config(name, ratio=0.05), group, CompressionSchedule())(spec)
     generator = torch.Generator().manual_seed(group.rank)
     biggest = 0.0
-    scheme = way._scheme  # type: ignore[attr-defined]
+    scheme = reduction._scheme  # type: ignore[attr-defined]
     for step in range(num_steps):
         gradient = torch.randn(numel, dtype=torch.float64, generator=generator)
         gradient /= gradient.norm()
-        way.begin_step(step)
-        for work in way.all_reduce(gradient):
+        reduction.begin_step(step)
+        for work in reduction.all_reduce(gradient):
             work.wait()
-        way.commit(ONE)
+        reduction.commit(ONE)
         biggest = max(biggest, scheme._residual.committed.norm().item())
     share = numel // group.size
     delta = CODECS[name](config(name, ratio=0.05)).contraction(share)
@@ -269,11 +274,18 @@ def two_levels(names: list[str]) -> dict[str, Pieces]:
             else compressed_reductions(config(name), across, CompressionSchedule())
         )
 
-        def make_way(load: FlatBufferSpec, outer: ReductionFactory = outer) -> FlatReduction:
-            return HierarchicalReduction(load, inside, outer)
+        def make_reduction(spec: FlatBufferSpec, outer: ReductionFactory = outer) -> FlatReduction:
+            return HierarchicalReduction(spec, inside, outer)
 
         shard, replica, mesh = groups(1)
-        reducer = make(Strategy(0), module, shard, replica, mesh, ways=lambda over, make_way=make_way: make_way)
+        reducer = make(
+            Strategy(0),
+            module,
+            shard,
+            replica,
+            mesh,
+            factory_of=lambda over, make_reduction=make_reduction: make_reduction,
+        )
         reducer.begin_step(0)
         backward(reducer, module, numbers(0))
         found[name] = pieces(reducer, "gradients")
@@ -310,14 +322,14 @@ def sent_bytes(name: str) -> int:
     from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
     piece = Piece.whole("w", (256, 256))
-    load = FlatBufferSpec((ParameterSpan(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
-    way = (
-        plain_reductions(group)(load)
+    spec = FlatBufferSpec((ParameterSpan(piece, 0, 0, 1 << 16),), 1 << 16, torch.float32, flat.device)
+    reduction = (
+        plain_reductions(group)(spec)
         if name == "none"
-        else compressed_reductions(config(name, rank=4), group, CompressionSchedule())(load)
+        else compressed_reductions(config(name, rank=4), group, CompressionSchedule())(spec)
     )
     with traffic() as counted:
-        for work in way.all_reduce(flat):
+        for work in reduction.all_reduce(flat):
             work.wait()
     # a ring's all-reduce moves its tensor twice, what is exchanged or gathered moves once
     return sum(num_bytes * (2 if kind.startswith("allreduce") else 1) for kind, num_bytes in counted)
@@ -331,17 +343,17 @@ def views() -> bool:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
-    places = (ParameterSpan(Piece.whole("a", (3, 2)), 0, 0, 6), ParameterSpan(Piece.whole("b", (5,)), 6, 0, 5))
-    way = compressed_reductions(config("int8"), group, CompressionSchedule())(
-        FlatBufferSpec(places, 12, torch.float64, torch.device("cpu"))
+    spans = (ParameterSpan(Piece.whole("a", (3, 2)), 0, 0, 6), ParameterSpan(Piece.whole("b", (5,)), 6, 0, 5))
+    reduction = compressed_reductions(config("int8"), group, CompressionSchedule())(
+        FlatBufferSpec(spans, 12, torch.float64, torch.device("cpu"))
     )
-    before: list[ErrorFeedbackTensor] = list(way.error_feedback())
-    for work in way.all_reduce(torch.arange(12, dtype=torch.float64) / 7):
+    before: list[ErrorFeedbackTensor] = list(reduction.error_feedback())
+    for work in reduction.all_reduce(torch.arange(12, dtype=torch.float64) / 7):
         work.wait()
-    way.commit(ONE)
+    reduction.commit(ONE)
     return any(one.tensor.any().item() for one in before) and all(
         one.tensor.data_ptr() == other.tensor.data_ptr()
-        for one, other in zip(before, way.error_feedback(), strict=True)
+        for one, other in zip(before, reduction.error_feedback(), strict=True)
     )
 
 
@@ -350,17 +362,17 @@ def after_zeros() -> list[Tensor]:
     from closeranks.sync.collectives.flat_buffer import ParameterSpan
 
     group = RankGroup(dist.get_rank(), dist.get_world_size())
-    load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
-    way = compressed_reductions(config("powersgd"), group, CompressionSchedule())(load)
+    spec = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+    reduction = compressed_reductions(config("powersgd"), group, CompressionSchedule())(spec)
     arrived = []
     for step in range(3):
         flat = torch.full((64,), float(step > 0))
-        way.begin_step(step)
-        for work in way.all_reduce(flat):
+        reduction.begin_step(step)
+        for work in reduction.all_reduce(flat):
             work.wait()
-        way.commit(ONE)
+        reduction.commit(ONE)
         arrived.append(flat)
-    (factor,) = (one.tensor for one in way.error_feedback() if one.kind == FACTOR)
+    (factor,) = (one.tensor for one in reduction.error_feedback() if one.kind == FACTOR)
     return [*arrived, factor.clone()]
 
 
@@ -380,8 +392,8 @@ def test_a_factor_of_zeros_is_never_kept(device_columns: bool, monkeypatch: pyte
 
     if device_columns:
         monkeypatch.setattr(powersgd, "orthogonalize", powersgd.gram_schmidt)
-    load = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
-    batch = powersgd._Batch(powersgd.find_matrices(load, 1), 1, load, torch.float32)
+    spec = FlatBufferSpec((ParameterSpan(Piece.whole("w", (8, 8)), 0, 0, 64),), 64, torch.float32, torch.device("cpu"))
+    batch = powersgd._Batch(powersgd.find_matrices(spec, 1), 1, spec, torch.float32)
     before, flat = batch.q.read().clone(), torch.zeros(64)
     p = batch.project(flat, torch.float32)
     batch.restore(batch.take_back(p), flat, None, 1)

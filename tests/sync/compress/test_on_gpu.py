@@ -38,15 +38,15 @@ def test_codes_mean_what_they_do_on_a_cpu(codec: Codec, numel: int) -> None:
 
 
 def test_memory_settles_and_gaps_are_cleared_without_the_host() -> None:
-    places = (ParameterSpan(Piece.whole("a", (40,)), 0, 0, 40), ParameterSpan(Piece.whole("b", (50,)), 64, 0, 50))
-    load = FlatBufferSpec(places, 128, torch.float32, torch.device("cuda"))
+    spans = (ParameterSpan(Piece.whole("a", (40,)), 0, 0, 40), ParameterSpan(Piece.whole("b", (50,)), 64, 0, 50))
+    spec = FlatBufferSpec(spans, 128, torch.float32, torch.device("cuda"))
     memory, taken = StagedTensor(torch.zeros(128, device="cuda")), torch.ones((), device="cuda")
-    assert load.padding_indices is not None
+    assert spec.padding_indices is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         value = torch.ones(128, device="cuda")
-        load.zero_padding(value)
+        spec.zero_padding(value)
         memory.write(value)
         memory.commit(taken)
     finally:

@@ -74,7 +74,7 @@ def make_reducer(
     travel: dict[str, Any] = {
         **sync.bucket_caps(bucket_mib)._asdict(),
         "overlap": sync.overlap,
-        "ways": ways,
+        "reduction_factory": ways,
         "is_exact": partial(must_stay_uncompressed, layout),
     }
     if layout.zero == 3:
@@ -82,7 +82,7 @@ def make_reducer(
         hold = resolve_hold(job, layout)
         home, is_exact = groups.replica_group, travel["is_exact"]
         return FullyShardedReducer(
-            applied.held, modules, groups.shard, home.replica, hold=hold, ways=ways, is_exact=is_exact
+            applied.held, modules, groups.shard, home.replica, hold=hold, reduction_factory=ways, is_exact=is_exact
         )
     if layout.zero:
         return ShardedReducer(

@@ -97,8 +97,8 @@ def _levels(job: Job, layout: Layout, groups: MeshGroups, world: World) -> tuple
 
 
 def _two_levels(inside: RankGroup, across: ReductionFactory) -> ReductionFactory:
-    def make(load: FlatBufferSpec) -> FlatReduction:
-        return HierarchicalReduction(load, inside, across)
+    def make(spec: FlatBufferSpec) -> FlatReduction:
+        return HierarchicalReduction(spec, inside, across)
 
     return make
 

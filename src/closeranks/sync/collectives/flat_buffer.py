@@ -52,8 +52,8 @@ class FlatBufferSpec:
     def padding_indices(self) -> Tensor | None:
         """Indices of the padding elements; None where there are none."""
         is_gap = torch.ones(self.numel, dtype=torch.bool)
-        for place in self.spans:
-            is_gap[place.offset : place.offset + place.numel] = False
+        for span in self.spans:
+            is_gap[span.offset : span.offset + span.numel] = False
         return is_gap.nonzero().view(-1).to(self.device) if is_gap.any() else None
 
     def zero_padding(self, flat: Tensor) -> None:
@@ -63,16 +63,16 @@ class FlatBufferSpec:
 
     def slice(self, first: int, last: int) -> FlatBufferSpec:
         """The spec of elements ``first`` to ``last`` alone."""
-        clipped = (_clipped(place, first, last) for place in self.spans)
-        return replace(self, spans=tuple(place for place in clipped if place.numel > 0), numel=last - first)
+        clipped = (_clipped(span, first, last) for span in self.spans)
+        return replace(self, spans=tuple(span for span in clipped if span.numel > 0), numel=last - first)
 
 
-def _clipped(place: ParameterSpan, first: int, last: int) -> ParameterSpan:
-    begin, end = max(place.offset, first), min(place.offset + place.numel, last)
+def _clipped(span: ParameterSpan, first: int, last: int) -> ParameterSpan:
+    begin, end = max(span.offset, first), min(span.offset + span.numel, last)
     if begin >= end:
-        return replace(place, begin=0, end=0)
-    skipped = begin - place.offset
-    return ParameterSpan(place.piece, begin - first, place.begin + skipped, place.begin + skipped + end - begin)
+        return replace(span, begin=0, end=0)
+    skipped = begin - span.offset
+    return ParameterSpan(span.piece, begin - first, span.begin + skipped, span.begin + skipped + end - begin)
 
 
 def parameter_span(held: LocalParameter, offset: int) -> ParameterSpan:
@@ -101,5 +101,5 @@ def in_memory_order(piece: Piece, order: Sequence[int]) -> Piece:
 
 def flat_buffer_spec(held: Sequence[LocalParameter], offsets: Sequence[int], flat: Tensor) -> FlatBufferSpec:
     """The spec of a flat tensor that holds these parameters at these offsets."""
-    places = tuple(parameter_span(one, offset) for one, offset in zip(held, offsets, strict=True))
-    return FlatBufferSpec(places, flat.numel(), flat.dtype, flat.device)
+    spans = tuple(parameter_span(one, offset) for one, offset in zip(held, offsets, strict=True))
+    return FlatBufferSpec(spans, flat.numel(), flat.dtype, flat.device)

@@ -1,12 +1,13 @@
 """Reductions of one flat tensor over ranks: plain, hierarchical, or compressed.
 
-A ``Way`` belongs to one flat buffer and all-reduces it in place, or reduce-scatters it. ``PlainReduction`` is torch's
-own collective. ``HierarchicalReduction`` is hierarchical: reduce-scatter inside each host, all-reduce across hosts
-between ranks with the same local index, all-gather inside. Each rank sends only its slice between hosts, once. That may
-be compressed.
+A ``FlatReduction`` belongs to one flat buffer and all-reduces it in place, or reduce-scatters it. ``PlainReduction`` is
+torch's own collective. ``HierarchicalReduction`` is hierarchical: reduce-scatter inside each host, all-reduce across
+hosts between ranks with the same local index, all-gather inside. Each rank sends only its slice between hosts, once.
+That may be compressed.
 
-Call sequence: ``begin`` with every step's number; ``sum`` or ``scatter``, as often as the step needs; ``settle`` once
-it is known whether the step was taken. Invariant: after ``sum`` all ranks hold the same bits.
+Call sequence: ``begin_step`` with every step's number; ``all_reduce`` or ``reduce_scatter``, as often as the step
+needs; ``commit`` once it is known whether the step was taken. Invariant: after ``all_reduce`` all ranks hold the same
+bits.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ ReductionFactory = Callable[[FlatBufferSpec], FlatReduction]
 class CompressibleReducer:
     """A reducer's access to the error feedback and the measured errors of its reductions."""
 
-    def _ways(self) -> Iterable[FlatReduction]:
+    def _reductions(self) -> Iterable[FlatReduction]:
         raise NotImplementedError
 
     def commit(self, taken: Tensor) -> None:
-        for way in self._ways():
-            way.commit(taken)
+        for reduction in self._reductions():
+            reduction.commit(taken)
 
     def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
-        for way in self._ways():
-            yield from way.error_feedback()
+        for reduction in self._reductions():
+            yield from reduction.error_feedback()
 
     def compression_errors(self) -> list[Tensor]:
-        return [found for way in self._ways() if (found := way.compression_errors()) is not None]
+        return [found for reduction in self._reductions() if (found := reduction.compression_errors()) is not None]
 
 
 class PlainReduction:
@@ -105,17 +106,17 @@ class PlainReduction:
 
 
 def plain_reductions(group: CommGroup) -> ReductionFactory:
-    return lambda load: PlainReduction(group)
+    return lambda spec: PlainReduction(group)
 
 
 class HierarchicalReduction:
     """Hierarchical: inside the host, across hosts, inside the host. ``inside`` are the ranks of this host, ``across``
     one of every host; the flat buffer divides evenly among those inside."""
 
-    def __init__(self, load: FlatBufferSpec, inside: CommGroup, across: ReductionFactory) -> None:
-        self._inside, share = inside, load.numel // inside.size
-        own = load.slice(share * inside.rank, share * (inside.rank + 1))
-        self._slice = torch.empty(share, dtype=load.dtype, device=load.device)
+    def __init__(self, spec: FlatBufferSpec, inside: CommGroup, across: ReductionFactory) -> None:
+        self._inside, share = inside, spec.numel // inside.size
+        own = spec.slice(share * inside.rank, share * (inside.rank + 1))
+        self._slice = torch.empty(share, dtype=spec.dtype, device=spec.device)
         self._across = across(own)
         self.num_collectives = 2 + self._across.num_collectives
 

@@ -34,14 +34,14 @@ def compressed_reductions(
 ) -> ReductionFactory:
     """``scatters``: whether only slices of the sums are needed (reduce-scatter)."""
 
-    def make(load: FlatBufferSpec) -> CompressedReduction:
+    def make(spec: FlatBufferSpec) -> CompressedReduction:
         scheme: CompressionScheme
         if config.name == "powersgd":
-            scheme = PowerSgd(config.rank, group, load, feedback=config.feedback)
+            scheme = PowerSgd(config.rank, group, spec, feedback=config.feedback)
         else:
             codec = CODECS[config.name](config)
-            scheme = TwoShot(codec, group, load, feedback=config.feedback, scatters=scatters)
-        return CompressedReduction(scheme, group, load, plan)
+            scheme = TwoShot(codec, group, spec, feedback=config.feedback, scatters=scatters)
+        return CompressedReduction(scheme, group, spec, plan)
 
     return make
 

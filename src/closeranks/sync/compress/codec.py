@@ -1,12 +1,13 @@
 """The interface of a codec, which compresses gradients.
 
 A codec encodes each row of a matrix as bytes, equally many for rows of the same length, and decodes them. It knows
-nothing of ranks and error feedback: ``two_shot`` sends its codes, ``memory`` keeps the compression error.
+nothing of ranks and error feedback: ``two_shot`` sends its codes, ``error_feedback`` keeps the compression
+error.
 
 [Note: contraction] With error feedback a codec may lose a lot in one step as long as it never loses everything: where
 ``|x - decode(encode(x))|^2 <= (1 - delta) |x|^2``, the accumulated error after any number of steps is at most
 ``2 sqrt(1 - delta) / delta`` times the largest gradient (Karimireddy et al. 2019, lemma 3). Each codec states its
-``delta``; tests check it.
+``delta`` as ``contraction``; tests check it.
 
 Invariant: a non-finite value decodes to a non-finite value, so that the vote of the step sees it.
 """

@@ -55,16 +55,16 @@ class CompressionSchedule:
 
 
 class CompressedReduction:
-    """See ``ways.Way``."""
+    """See ``reductions.FlatReduction``."""
 
     def __init__(
-        self, scheme: CompressionScheme, group: CommGroup, load: FlatBufferSpec, plan: CompressionSchedule
+        self, scheme: CompressionScheme, group: CommGroup, spec: FlatBufferSpec, plan: CompressionSchedule
     ) -> None:
         self._scheme, self._group, self._plan = scheme, group, plan
         self._exact = PlainReduction(group)
-        self._stride = max(1, load.numel // NUM_SAMPLED)
+        self._stride = max(1, spec.numel // NUM_SAMPLED)
         self._step = 0
-        self._losses: Tensor | None = None
+        self._errors: Tensor | None = None
         self.num_collectives = scheme.num_collectives + 1
 
     def begin_step(self, step: int) -> None:
@@ -102,10 +102,10 @@ class CompressedReduction:
         return self._scheme.error_feedback()
 
     def compression_errors(self) -> Tensor | None:
-        found, self._losses = self._losses, None
+        found, self._errors = self._errors, None
         return found
 
     def _compare(self, ours: Tensor, exact: Tensor) -> None:
         a, b = ours.double(), exact.double()
         sums = torch.stack([(a - b).square().sum(), b.square().sum(), a.square().sum(), (a * b).sum()])
-        self._losses = sums if self._losses is None else self._losses + sums
+        self._errors = sums if self._errors is None else self._errors + sums

@@ -55,23 +55,23 @@ class StagedTensor:
 
 
 def error_feedback_rows(
-    kind: str, flat: Tensor, load: FlatBufferSpec, row: int, num_rows: int
+    kind: str, flat: Tensor, spec: FlatBufferSpec, row: int, num_rows: int
 ) -> Iterator[ErrorFeedbackTensor]:
     """A flat tensor with the layout of a flat buffer, parameter by parameter."""
-    for place in load.spans:
-        part = flat[place.offset : place.offset + place.numel]
-        tensor = part.view(1, *place.piece.size) if place.is_box else part
-        yield ErrorFeedbackTensor(kind, _row_piece(kind, place, row, num_rows), tensor)
+    for span in spec.spans:
+        part = flat[span.offset : span.offset + span.numel]
+        tensor = part.view(1, *span.piece.size) if span.is_box else part
+        yield ErrorFeedbackTensor(kind, _row_piece(kind, span, row, num_rows), tensor)
 
 
-def _row_piece(kind: str, place: ParameterSpan, row: int, num_rows: int) -> Piece:
-    box = place.piece
+def _row_piece(kind: str, span: ParameterSpan, row: int, num_rows: int) -> Piece:
+    box = span.piece
     return Piece(
         f"{kind}/{box.name}",
         (num_rows, *box.shape),
         (row, *box.start),
         (1, *box.size),
-        None if place.is_box else (place.begin, place.end),
+        None if span.is_box else (span.begin, span.end),
     )
 
 

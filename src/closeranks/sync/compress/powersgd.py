@@ -60,13 +60,13 @@ class FlatMatrix:
             flat[part.offset : part.offset + part.numel] = rows
 
 
-def find_matrices(load: FlatBufferSpec, rank: int) -> tuple[FlatMatrix, ...]:
+def find_matrices(spec: FlatBufferSpec, rank: int) -> tuple[FlatMatrix, ...]:
     """The parameters worth compressing, in the order of the flat buffer."""
     by_name: dict[str, list[ParameterSpan]] = {}
-    for place in load.spans:
-        if len(place.piece.size) > 1:
-            by_name.setdefault(place.piece.name, []).append(place)
-    found = (_matrix(places) for places in by_name.values())
+    for span in spec.spans:
+        if len(span.piece.size) > 1:
+            by_name.setdefault(span.piece.name, []).append(span)
+    found = (_matrix(spans) for spans in by_name.values())
     return tuple(matrix for matrix in found if _gains(matrix.num_rows, matrix.num_columns, rank))
 
 
@@ -74,12 +74,12 @@ def _gains(rows: int, columns: int, rank: int) -> bool:
     return min(rows, columns) > rank and rows * columns >= LEAST_GAIN * rank * (rows + columns)
 
 
-def _matrix(places: Sequence[ParameterSpan]) -> FlatMatrix:
+def _matrix(spans: Sequence[ParameterSpan]) -> FlatMatrix:
     """The whole rows of spans that may be cut within rows."""
-    piece = places[0].piece
+    piece = spans[0].piece
     columns = math.prod(piece.size[1:])
-    rows = [(-(-place.begin // columns), place.end // columns) for place in places]
-    whole = [(place, *pair) for place, pair in zip(places, rows, strict=True) if pair[0] < pair[1]]
+    rows = [(-(-span.begin // columns), span.end // columns) for span in spans]
+    whole = [(span, *pair) for span, pair in zip(spans, rows, strict=True) if pair[0] < pair[1]]
     parts = tuple(
         MatrixRows(p.offset + first * columns - p.begin, (last - first) * columns) for p, first, last in whole
     )
@@ -94,11 +94,11 @@ def _matrix(places: Sequence[ParameterSpan]) -> FlatMatrix:
 class _Batch:
     """Matrices of one shape, and the factor Q with which each starts the next step."""
 
-    def __init__(self, matrices: Sequence[FlatMatrix], rank: int, load: FlatBufferSpec, dtype: torch.dtype) -> None:
+    def __init__(self, matrices: Sequence[FlatMatrix], rank: int, spec: FlatBufferSpec, dtype: torch.dtype) -> None:
         self.matrices = tuple(matrices)
         first = matrices[0]
         self.shape = (len(matrices), first.num_rows, first.num_columns)
-        starts = [_beginning(matrix, rank).to(load.device, dtype) for matrix in matrices]
+        starts = [_beginning(matrix, rank).to(spec.device, dtype) for matrix in matrices]
         self.q = StagedTensor(torch.stack(starts))
         self.m = self.p = torch.empty(0)
 
@@ -129,17 +129,17 @@ class PowerSgd:
 
     num_collectives = 2
 
-    def __init__(self, rank: int, group: CommGroup, load: FlatBufferSpec, *, feedback: bool) -> None:
-        self._group, self._load, self._rank = group, load, rank
-        matrices = find_matrices(load, rank)
+    def __init__(self, rank: int, group: CommGroup, spec: FlatBufferSpec, *, feedback: bool) -> None:
+        self._group, self._spec, self._rank = group, spec, rank
+        matrices = find_matrices(spec, rank)
         # Half-precision types are too imprecise to orthogonalize in.
-        self._dtype = load.dtype if load.dtype == torch.float64 else torch.float32
+        self._dtype = spec.dtype if spec.dtype == torch.float64 else torch.float32
         shapes = dict.fromkeys((matrix.num_rows, matrix.num_columns) for matrix in matrices)
         alike = [[m for m in matrices if (m.num_rows, m.num_columns) == shape] for shape in shapes]
-        self._batches = [_Batch(group_of, rank, load, self._dtype) for group_of in alike]
-        self._rest = _others(load, matrices)
+        self._batches = [_Batch(group_of, rank, spec, self._dtype) for group_of in alike]
+        self._rest = _others(spec, matrices)
         self._residual = (
-            StagedTensor(torch.zeros(load.numel, dtype=load.dtype, device=load.device)) if feedback else None
+            StagedTensor(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)) if feedback else None
         )
 
     def all_reduce(self, flat: Tensor) -> AsyncReduction:
@@ -170,14 +170,14 @@ class PowerSgd:
         arriving.copy_(outgoing[share * self._group.rank : share * (self._group.rank + 1)])
 
     def commit(self, taken: Tensor) -> None:
-        for memory in (self._residual, *(batch.q for batch in self._batches)):
-            if memory is not None:
-                memory.commit(taken)
+        for staged in (self._residual, *(batch.q for batch in self._batches)):
+            if staged is not None:
+                staged.commit(taken)
 
     def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
             yield from error_feedback_rows(
-                RESIDUAL, self._residual.committed, self._load, self._group.rank, self._group.size
+                RESIDUAL, self._residual.committed, self._spec, self._group.rank, self._group.size
             )
         for batch in self._batches:
             for matrix, q in zip(batch.matrices, batch.q.committed, strict=True):
@@ -219,13 +219,13 @@ def _beginning(matrix: FlatMatrix, rank: int) -> Tensor:
     return torch.randn(matrix.num_columns, rank, generator=generator)
 
 
-def _others(load: FlatBufferSpec, matrices: Sequence[FlatMatrix]) -> Tensor | None:
+def _others(spec: FlatBufferSpec, matrices: Sequence[FlatMatrix]) -> Tensor | None:
     """Indices of the elements that are sent uncompressed; None where there are none."""
-    travels = torch.ones(load.numel, dtype=torch.bool)
+    is_uncompressed = torch.ones(spec.numel, dtype=torch.bool)
     for matrix in matrices:
         for part in matrix.parts:
-            travels[part.offset : part.offset + part.numel] = False
-    return travels.nonzero().view(-1).to(load.device) if travels.any() else None
+            is_uncompressed[part.offset : part.offset + part.numel] = False
+    return is_uncompressed.nonzero().view(-1).to(spec.device) if is_uncompressed.any() else None
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

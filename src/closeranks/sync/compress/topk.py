@@ -16,7 +16,7 @@ from torch import Tensor
 from closeranks.sync.compress.codec import as_bytes, from_blocks, from_bytes, in_blocks, num_blocks
 
 BLOCK = 16384
-_PLACE_BYTES = _VALUE_BYTES = 2
+_INDEX_BYTES = _VALUE_BYTES = 2
 
 
 class TopKCodec:
@@ -25,7 +25,7 @@ class TopKCodec:
 
     def num_bytes(self, numel: int) -> int:
         block, count = self._blocks(numel)
-        return count * self._num_kept(block) * (_PLACE_BYTES + _VALUE_BYTES)
+        return count * self._num_kept(block) * (_INDEX_BYTES + _VALUE_BYTES)
 
     def contraction(self, numel: int) -> float:
         """The largest values hold at least their share of the square sum, less what bf16 rounds off."""
@@ -35,18 +35,18 @@ class TopKCodec:
     def encode(self, rows: Tensor) -> Tensor:
         block, _ = self._blocks(rows.shape[1])
         blocks = in_blocks(rows, block)
-        places = blocks.abs().topk(self._num_kept(block), dim=2, sorted=False).indices
-        values = blocks.gather(2, places).to(torch.bfloat16)
-        return torch.cat([as_bytes(places.to(torch.int16)), as_bytes(values)], dim=1)
+        indices = blocks.abs().topk(self._num_kept(block), dim=2, sorted=False).indices
+        values = blocks.gather(2, indices).to(torch.bfloat16)
+        return torch.cat([as_bytes(indices.to(torch.int16)), as_bytes(values)], dim=1)
 
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         block, count = self._blocks(numel)
         kept = self._num_kept(block)
-        border = count * kept * _PLACE_BYTES
-        places = from_bytes(codes[:, :border], torch.int16).to(torch.int64).view(-1, count, kept)
+        border = count * kept * _INDEX_BYTES
+        indices = from_bytes(codes[:, :border], torch.int16).to(torch.int64).view(-1, count, kept)
         values = from_bytes(codes[:, border:], torch.bfloat16).to(dtype).view(-1, count, kept)
         blocks = torch.zeros(codes.shape[0], count, block, dtype=dtype, device=codes.device)
-        return from_blocks(blocks.scatter_(2, places, values), numel)
+        return from_blocks(blocks.scatter_(2, indices, values), numel)
 
     def describe(self, what: str) -> str:
         return f"the largest {self._ratio:.2%} of {what} are sent"

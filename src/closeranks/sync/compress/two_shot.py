@@ -33,15 +33,15 @@ class TwoShot:
 
     num_collectives = 2
 
-    def __init__(self, codec: Codec, group: CommGroup, load: FlatBufferSpec, *, feedback: bool, scatters: bool) -> None:
-        self._codec, self._group, self._load = codec, group, load
-        self._share = load.numel // group.size
+    def __init__(self, codec: Codec, group: CommGroup, spec: FlatBufferSpec, *, feedback: bool, scatters: bool) -> None:
+        self._codec, self._group, self._spec = codec, group, spec
+        self._share = spec.numel // group.size
         first = self._share * group.rank
-        self._own = load.slice(first, first + self._share)
+        self._own = spec.slice(first, first + self._share)
         sides = slice(0, group.rank), slice(group.rank + 1, group.size)
         self._others = [side for side in sides if side.start < side.stop]
         """The rows of other ranks: those before this rank's and those after it."""
-        self._residual = _zeros(load) if feedback else None
+        self._residual = _zeros(spec) if feedback else None
         self._owed = _zeros(self._own) if feedback and not scatters else None
 
     def all_reduce(self, flat: Tensor) -> AsyncReduction:
@@ -60,7 +60,7 @@ class TwoShot:
         yield all_gather(codes, code.view(-1), self._group)
         for others in self._others:
             rows[others] = self._codec.decode(codes[others], self._share, flat.dtype)
-        self._load.zero_padding(flat)
+        self._spec.zero_padding(flat)
 
     def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         rows = outgoing.view(self._group.size, -1)
@@ -73,7 +73,7 @@ class TwoShot:
             rows.add_(self._residual.read().view_as(rows))
         codes = [self._codec.encode(rows[others]) for others in self._others]
         if self._residual is not None:
-            self._remember(rows, codes, self._residual)
+            self._store_error(rows, codes, self._residual)
         outgoing = codes[0] if len(codes) == 1 else torch.cat(codes)
         arrived = torch.empty_like(outgoing)
         yield all_to_all(arrived, outgoing, self._group)
@@ -82,27 +82,27 @@ class TwoShot:
             own.add_(part)
         self._own.zero_padding(own)
 
-    def _remember(self, rows: Tensor, codes: Sequence[Tensor], memory: StagedTensor) -> None:
+    def _store_error(self, rows: Tensor, codes: Sequence[Tensor], residual: StagedTensor) -> None:
         """Store the compression error of the rows."""
-        lost = memory.staged().view_as(rows)
+        lost = residual.staged().view_as(rows)
         lost[self._group.rank] = 0.0
         for others, code in zip(self._others, codes, strict=True):
             torch.sub(rows[others], self._codec.decode(code, self._share, rows.dtype), out=lost[others])
-        self._load.zero_padding(memory.staged())
+        self._spec.zero_padding(residual.staged())
 
     def commit(self, taken: Tensor) -> None:
-        for memory in (self._residual, self._owed):
-            if memory is not None:
-                memory.commit(taken)
+        for staged in (self._residual, self._owed):
+            if staged is not None:
+                staged.commit(taken)
 
     def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         if self._residual is not None:
             yield from error_feedback_rows(
-                RESIDUAL, self._residual.committed, self._load, self._group.rank, self._group.size
+                RESIDUAL, self._residual.committed, self._spec, self._group.rank, self._group.size
             )
         if self._owed is not None:
             yield from error_feedback_rows(OWED, self._owed.committed, self._own, 0, 1)
 
 
-def _zeros(load: FlatBufferSpec) -> StagedTensor:
-    return StagedTensor(torch.zeros(load.numel, dtype=load.dtype, device=load.device))
+def _zeros(spec: FlatBufferSpec) -> StagedTensor:
+    return StagedTensor(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device))

@@ -15,7 +15,8 @@ GAIN = 1.1
 
 
 def even_shares(num_micro: int, num_replicas: int, width: int) -> tuple[int, ...]:
-    """As ``data.schedule`` assigns them to ``num_replicas`` of ``width`` data ranks: the first ones take more."""
+    """As ``data.sampling.batch_schedule`` assigns them to ``num_replicas`` of ``width`` data ranks: the first ones take
+    more."""
     share, extra = divmod(num_micro, num_replicas * width)
     return tuple(share * width + min(max(extra - width * number, 0), width) for number in range(num_replicas))
 

@@ -62,49 +62,50 @@ class _Fragment:
     """Parameter shards of one dtype that synchronize together, their flat tensors, and the reduction of these."""
 
     def __init__(
-        self, leaves: Sequence[ParameterShard], num_replicas: int, ways: ReductionFactory, *, has_momentum: bool
+        self, shards: Sequence[ParameterShard], num_replicas: int, factory: ReductionFactory, *, has_momentum: bool
     ) -> None:
-        self.leaves = leaves
-        load = _load_of(leaves, num_replicas)
-        self.anchor = torch.zeros(load.numel, dtype=load.dtype, device=load.device)
+        self.shards = shards
+        spec = _buffer_spec(shards, num_replicas)
+        self.anchor = torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
         self.momentum = torch.zeros_like(self.anchor) if has_momentum else None
-        self.way = ways(load)
+        self.reduction = factory(spec)
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         offset = 0
-        for leaf in self.leaves:
-            yield view_like(flat, offset, leaf.tensor)
-            offset += leaf.tensor.numel()
+        for shard in self.shards:
+            yield view_like(flat, offset, shard.tensor)
+            offset += shard.tensor.numel()
 
 
-def _load_of(leaves: Sequence[ParameterShard], num_replicas: int) -> FlatBufferSpec:
+def _buffer_spec(shards: Sequence[ParameterShard], num_replicas: int) -> FlatBufferSpec:
     """The shards one after the other, padded so that the buffer divides evenly."""
-    places, offset = list[ParameterSpan](), 0
-    for leaf in leaves:
-        piece, (begin, end) = replace(leaf.piece, flat=None), leaf.piece.flat or (0, leaf.piece.numel)
-        if leaf.piece.flat is None:
-            piece = in_memory_order(piece, memory_order(leaf.tensor))
-        places.append(ParameterSpan(piece, offset, begin, end))
+    spans, offset = list[ParameterSpan](), 0
+    for shard in shards:
+        piece, (begin, end) = replace(shard.piece, flat=None), shard.piece.flat or (0, shard.piece.numel)
+        if shard.piece.flat is None:
+            piece = in_memory_order(piece, memory_order(shard.tensor))
+        spans.append(ParameterSpan(piece, offset, begin, end))
         offset += end - begin
-    first = leaves[0].tensor
-    return FlatBufferSpec(tuple(places), -(-offset // num_replicas) * num_replicas, first.dtype, first.device)
+    first = shards[0].tensor
+    return FlatBufferSpec(tuple(spans), -(-offset // num_replicas) * num_replicas, first.dtype, first.device)
 
 
 class OuterOptimizer:
-    """``ways``: how deltas are summed over replicas; ``exact_ways``: the same for those that must not be compressed.
+    """``reduction_factory``: how deltas are summed over replicas; ``exact_factory``: the same for those that must not
+    be compressed.
 
-    Call sequence: ``meet`` after the inner update of each step that synchronizes, with the fragments that do;
+    Call sequence: ``outer_step`` after the inner update of each step that synchronizes, with the fragments that do;
     ``restart`` after the weights were replaced from outside.
     """
 
     def __init__(
         self,
-        leaves: Sequence[ParameterShard],
+        shards: Sequence[ParameterShard],
         fragment_of: Mapping[str, int],
         rule: OuterSgd,
         num_replicas: int,
-        ways: ReductionFactory,
-        exact_ways: ReductionFactory,
+        reduction_factory: ReductionFactory,
+        exact_factory: ReductionFactory,
         exact: Collection[str] = (),
         alone: Collection[str] = (),
     ) -> None:
@@ -114,12 +115,12 @@ class OuterOptimizer:
         self._rule, self._num_replicas = rule, num_replicas
         self._fragments = dict[int, list[_Fragment]]()
         grouped = dict[tuple[int, torch.dtype, bool, str], list[ParameterShard]]()
-        for leaf in leaves:
-            name = leaf.piece.name
-            key = (fragment_of[name], leaf.tensor.dtype, name in exact, name if name in alone else "")
-            grouped.setdefault(key, []).append(leaf)
+        for shard in shards:
+            name = shard.piece.name
+            key = (fragment_of[name], shard.tensor.dtype, name in exact, name if name in alone else "")
+            grouped.setdefault(key, []).append(shard)
         for (number, _, is_exact, _), members in grouped.items():
-            chosen = exact_ways if is_exact else ways
+            chosen = exact_factory if is_exact else reduction_factory
             made = _Fragment(members, num_replicas, chosen, has_momentum=rule.momentum > 0)
             self._fragments.setdefault(number, []).append(made)
         self.restart()
@@ -130,41 +131,41 @@ class OuterOptimizer:
         for part in self._parts():
             if part.momentum is not None:
                 part.momentum.zero_()
-            for leaf, anchor in zip(part.leaves, part.views(part.anchor), strict=True):
-                anchor.copy_(leaf.tensor)
+            for shard, anchor in zip(part.shards, part.views(part.anchor), strict=True):
+                anchor.copy_(shard.tensor)
 
     @torch.no_grad()
     def outer_step(self, step: int, fragments: Iterable[int], share: float | None = None) -> None:
         """A collective of the replicas. ``share``: the weight of this one's delta; None: all have the same."""
         for number in fragments:
             for part in self._fragments.get(number, ()):
-                part.way.begin_step(step)
-                self._meet(part, share)
+                part.reduction.begin_step(step)
+                self._sync_fragment(part, share)
 
     def error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas."""
         for part in self._parts():
-            yield from part.way.error_feedback()
+            yield from part.reduction.error_feedback()
 
     def compression_errors(self) -> list[Tensor]:
         """As for a reducer."""
-        return [found for part in self._parts() if (found := part.way.compression_errors()) is not None]
+        return [found for part in self._parts() if (found := part.reduction.compression_errors()) is not None]
 
     def states(self) -> Iterator[OuterState]:
         for part in self._parts():
             momenta = repeat(None) if part.momentum is None else part.views(part.momentum)
-            yield from map(OuterState, part.leaves, part.views(part.anchor), momenta)
+            yield from map(OuterState, part.shards, part.views(part.anchor), momenta)
 
-    def _meet(self, part: _Fragment, share: float | None) -> None:
+    def _sync_fragment(self, part: _Fragment, share: float | None) -> None:
         delta = torch.zeros_like(part.anchor)  # allocated only while synchronizing
-        for leaf, own, anchor in zip(part.leaves, part.views(delta), part.views(part.anchor), strict=True):
-            torch.sub(anchor, leaf.tensor, out=own)
+        for shard, own, anchor in zip(part.shards, part.views(delta), part.views(part.anchor), strict=True):
+            torch.sub(anchor, shard.tensor, out=own)
         delta.mul_(1.0 / self._num_replicas if share is None else share)
-        run_reduction(part.way.all_reduce(delta))
-        part.way.commit(torch.ones((), device=delta.device))
+        run_reduction(part.reduction.all_reduce(delta))
+        part.reduction.commit(torch.ones((), device=delta.device))
         self._rule.update(part.anchor, part.momentum, delta)
-        for leaf, anchor in zip(part.leaves, part.views(part.anchor), strict=True):
-            leaf.tensor.copy_(anchor)
+        for shard, anchor in zip(part.shards, part.views(part.anchor), strict=True):
+            shard.tensor.copy_(anchor)
 
     def _parts(self) -> Iterator[_Fragment]:
         for number in sorted(self._fragments):

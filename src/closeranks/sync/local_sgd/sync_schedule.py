@@ -82,13 +82,13 @@ def assign_fragments(sizes: Mapping[str, int], blocks: Sequence[str], num_fragme
     """
     if num_fragments == 1:
         return dict.fromkeys(sizes, 0)
-    places = {name: next((at for at, b in enumerate(blocks) if name.startswith(f"{b}.")), None) for name in sizes}
-    used = sorted({place for place in places.values() if place is not None})
+    block_of = {name: next((at for at, b in enumerate(blocks) if name.startswith(f"{b}.")), None) for name in sizes}
+    used = sorted({block for block in block_of.values() if block is not None})
     if len(used) < num_fragments:
         return _by_size(sizes, num_fragments)
     found, last = dict[str, int](), 0
-    for name, place in places.items():
-        last = last if place is None else used.index(place)
+    for name, block in block_of.items():
+        last = last if block is None else used.index(block)
         found[name] = last % num_fragments
     return found
 

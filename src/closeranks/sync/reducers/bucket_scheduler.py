@@ -1,7 +1,8 @@
 """Schedules the reduction of gradient buckets: decides when each bucket's collective starts.
 
-[Note: departures] Autograd calls a hook as soon as a parameter's gradient is complete; the hook copies it into its
-bucket, and a bucket's reduction starts when it and all before it are full. The reducer decides how to copy and send.
+[Note: bucket scheduling] Autograd calls a hook as soon as a parameter's gradient is complete; the hook copies it into
+its bucket, and a bucket's reduction starts when it and all before it are full. The reducer decides how to copy and
+send.
 
 Two timings. ``step``: all buckets of all stages are reduced once, in the last backward of the step or in ``finish``, in
 one order that is the same on every rank whatever it computed; a rank without a micro-batch sends zeros. ``backward``:
@@ -27,8 +28,8 @@ _ONCE = SEVERAL_STAGES
 
 
 class BucketScheduler:
-    """Tracks how far each bucket of a plan is filled. The callbacks ``load(bucket, place)`` copies a gradient into its
-    bucket and ``send(bucket)`` starts the reduction."""
+    """Tracks how far each bucket of a plan is filled. The callbacks ``load(bucket, index)`` copies the gradient of
+    a member into its bucket and ``send(bucket)`` starts the reduction."""
 
     def __init__(
         self,
@@ -37,12 +38,12 @@ class BucketScheduler:
         *,
         load: Callable[[int, int], None],
         send: Callable[[int], None],
-        timetable: ReduceTiming,
+        timing: ReduceTiming,
         overlap: bool,
     ) -> None:
         self._load, self._send = load, send
-        self._is_per_backward, self._overlaps = timetable == "backward", overlap
-        self._places = {parameters[m]: (b, i) for b, bucket in enumerate(plan) for i, m in enumerate(bucket.members)}
+        self._is_per_backward, self._overlaps = timing == "backward", overlap
+        self._index_of = {parameters[m]: (b, i) for b, bucket in enumerate(plan) for i, m in enumerate(bucket.members)}
         self._stages = [bucket.stage for bucket in plan]
         self._sizes = [len(bucket.members) for bucket in plan]
         self._missing: list[set[int]] = [set() for _ in plan]
@@ -52,7 +53,7 @@ class BucketScheduler:
         """Buckets still to be reduced, in order: of a stage in its backward, or under ``_ONCE`` those of the step."""
         self.reset()
         if overlap:
-            for parameter in self._places:
+            for parameter in self._index_of:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
@@ -90,22 +91,22 @@ class BucketScheduler:
         self._queues[queue] = buckets
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        bucket, place = self._places[parameter]  # type: ignore[index]
+        bucket, index = self._index_of[parameter]  # type: ignore[index]
         stage = self._stages[bucket]
         if stage not in self._armed:
             return
-        if place not in self._missing[bucket]:
+        if index not in self._missing[bucket]:
             what = "a parameter got its gradient twice in one backward, the second time after it had been sent"
             raise ModelError(what, "With torch.utils.checkpoint, set use_reentrant=False.")
-        self._load(bucket, place)
-        self._missing[bucket].discard(place)
+        self._load(bucket, index)
+        self._missing[bucket].discard(index)
         if not self._missing[bucket]:
             self._send_full(stage)
 
     def _fill(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
-            for place in sorted(self._missing[bucket]):
-                self._load(bucket, place)
+            for index in sorted(self._missing[bucket]):
+                self._load(bucket, index)
             self._missing[bucket].clear()
 
     def _send_full(self, stage: int) -> None:

@@ -1,7 +1,7 @@
 """Tunes the bucket size to the measured network.
 
 At the start of a run all ranks time a few all-reduces, fit the link's latency and bandwidth to the times, and choose
-the bucket size that leaves the shortest wait after backward (``facts.collectives.best_bucket``). Invariants: every
+the bucket size that leaves the shortest wait after backward (``collective_cost.best_bucket_bytes``). Invariants: every
 figure that decides anything is the maximum over all ranks of the world, so that all of them make the same choice and
 the same number of measurements; measuring leaves no tensor behind and draws no random number. The size affects the
 numerics: it is measured once in a run.

@@ -1,9 +1,10 @@
 """Replaces the collectives that reduce the gradients of FSDP2's units, for instance by compressed ones.
 
-[Note: unit loads] FSDP2 lays a unit's gradients out rank by rank: for each rank its rows of every parameter, padded to
-equal counts, one after the other. ``FsdpReduceScatter`` is called with that buffer in place of torch's reduce-scatter,
-and ``FsdpAllReduceHook`` with the result, this rank's rows, to sum them over replicas. FSDP2 would sum over replicas by
-itself, and only then call a hook; so it is given the shard axis alone, and the hook does the whole sum.
+[Note: unit buffers] FSDP2 lays a unit's gradients out rank by rank: for each rank its rows of every parameter, padded
+to equal counts, one after the other. ``FsdpReduceScatter`` is called with that buffer in place of torch's
+reduce-scatter, and ``FsdpAllReduceHook`` with the result, this rank's rows, to sum them over replicas. FSDP2 would sum
+over replicas by itself, and only then call a hook; so it is given the shard axis alone, and the hook does the whole
+sum.
 
 Invariants: replicas are summed once per step, whatever number of reductions it had; padding stays zero.
 """
@@ -31,8 +32,8 @@ from closeranks.sync.reducers.local_parameters import CommGroup
 class FsdpReduceScatter:
     """FSDP2's ``ReduceScatter``, by a reduction of ours."""
 
-    def __init__(self, way: FlatReduction) -> None:
-        self._way = way
+    def __init__(self, reduction: FlatReduction) -> None:
+        self._reduction = reduction
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -40,15 +41,15 @@ class FsdpReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        run_reduction(self._way.reduce_scatter(input_tensor, output_tensor))
+        run_reduction(self._reduction.reduce_scatter(input_tensor, output_tensor))
         return None
 
 
 class FsdpAllReduceHook:
     """FSDP2's all-reduce hook: accumulates the results of a step's earlier backwards, and sums all in the last one."""
 
-    def __init__(self, way: FlatReduction, num_missing: int) -> None:
-        self._way, self._num_missing = way, num_missing
+    def __init__(self, reduction: FlatReduction, num_missing: int) -> None:
+        self._reduction, self._num_missing = reduction, num_missing
         self._held: Tensor | None = None
         self.is_last = True
 
@@ -61,10 +62,10 @@ class FsdpAllReduceHook:
             arrived.add_(self._held)
             self._held = None
         if not self._num_missing:
-            run_reduction(self._way.all_reduce(arrived))
+            run_reduction(self._reduction.all_reduce(arrived))
             return
         padded = torch.nn.functional.pad(arrived, (0, self._num_missing))
-        run_reduction(self._way.all_reduce(padded))
+        run_reduction(self._reduction.all_reduce(padded))
         arrived.copy_(padded[: arrived.numel()])
 
 
@@ -77,7 +78,7 @@ class FsdpReductions:
         held: Sequence[LocalParameter],
         shard: CommGroup,
         replica: CommGroup,
-        ways: ReductionFactory,
+        reduction_factory: ReductionFactory,
         is_exact: Callable[[LocalParameter], bool],
     ) -> None:
         """``is_exact``: parameters whose unit is summed uncompressed; so are parameters shared by several stages of a
@@ -93,19 +94,19 @@ class FsdpReductions:
             for part in fsdp_modules(module):
                 if trained := _trained(part, by_parameter):
                     stays = any(is_exact(one) or copies[one.piece.name] > 1 for one in trained)
-                    self._take(part, fsdp_buffer_spec(trained, shard.size), exact if stays else ways)
+                    self._take(part, fsdp_buffer_spec(trained, shard.size), exact if stays else reduction_factory)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
         for one in self._sums[stage]:
             one.is_last = is_last
 
-    def _take(self, part: FSDPModule, load: FlatBufferSpec, make: ReductionFactory) -> None:
+    def _take(self, part: FSDPModule, spec: FlatBufferSpec, make: ReductionFactory) -> None:
         if self._replica.size == 1:
-            self.ways.append(make(load))
+            self.ways.append(make(spec))
             part.set_custom_reduce_scatter(FsdpReduceScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
             return
-        share, rank = load.numel // self._shard.size, self._shard.rank
-        own = load.slice(share * rank, share * (rank + 1))
+        share, rank = spec.numel // self._shard.size, self._shard.rank
+        own = spec.slice(share * rank, share * (rank + 1))
         num_missing = -own.numel % self._replica.size
         self.ways.append(make(replace(own, numel=own.numel + num_missing)))
         self._sums[-1].append(FsdpAllReduceHook(self.ways[-1], num_missing))
@@ -130,19 +131,19 @@ def _trained(part: FSDPModule, held: Mapping[nn.Parameter, LocalParameter]) -> l
 
 
 def fsdp_buffer_spec(held: Sequence[LocalParameter], num_shards: int) -> FlatBufferSpec:
-    """See [Note: unit loads]."""
+    """See [Note: unit buffers]."""
     first = held[0].parameter
     shares = [_rows_each(one.piece, num_shards) * _row(one.piece) for one in held]
     share = sum(shares)
-    places: list[ParameterSpan] = []
+    spans: list[ParameterSpan] = []
     for rank in range(num_shards):
         offset = share * rank
         for one, size in zip(held, shares, strict=True):
             piece = one.piece.shard(0, rank, num_shards)
             if piece.numel:
-                places.append(ParameterSpan(piece, offset, 0, piece.numel))
+                spans.append(ParameterSpan(piece, offset, 0, piece.numel))
             offset += size
-    return FlatBufferSpec(tuple(places), share * num_shards, first.dtype, first.device)
+    return FlatBufferSpec(tuple(spans), share * num_shards, first.dtype, first.device)
 
 
 def _rows_each(piece: Piece, num_shards: int) -> int:

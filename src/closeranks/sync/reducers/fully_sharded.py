@@ -35,22 +35,22 @@ class _Share:
     """A parameter and the part of it that this rank updates."""
 
     held: LocalParameter
-    leaf: ParameterShard
+    shard: ParameterShard
 
     def gradient(self) -> Tensor:
         """The local rows' part of the gradient; zeros where no sample used the parameter."""
         found = self.held.parameter.grad
         if found is None:
-            return torch.zeros_like(self.leaf.tensor)
+            return torch.zeros_like(self.shard.tensor)
         return local_of(found)
 
 
 class FullyShardedReducer(CompressibleReducer):
     """FSDP2 behind ``core.protocols.Reducer``; ``modules`` are this rank's stages, each made by ``fully_shard``.
 
-    ``ways``: how units are summed, over replicas where there are any (the modules are then sharded over the shard axis
-    alone, [Note: unit loads]), else over shards; None: as FSDP2 does it. Units with a parameter for which ``is_exact``
-    holds are summed uncompressed.
+    ``reduction_factory``: how units are summed, over replicas where there are any (the modules are then sharded over
+    the shard axis alone, [Note: unit buffers]), else over shards; None: as FSDP2 does it. Units with a parameter for
+    which ``is_exact`` holds are summed uncompressed.
     """
 
     needs_equal_counts = True
@@ -63,30 +63,30 @@ class FullyShardedReducer(CompressibleReducer):
         replica: CommGroup,
         *,
         hold: str,
-        ways: ReductionFactory | None = None,
+        reduction_factory: ReductionFactory | None = None,
         is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._shard, self._replica = shard, replica
         self._holds_step = hold == "step"
         self._trained = [one for one in held if one.parameter.requires_grad]
-        self._shares = [share for one in self._trained if (share := self._share(one)).leaf.tensor.numel()]
+        self._shares = [share for one in self._trained if (share := self._share(one)).shard.tensor.numel()]
         self._gradients: list[Tensor] = []
         self._used: set[Tensor] = set()
         for part in (part for module in modules for part in fsdp_modules(module)):
             for group in fsdp_param_groups(part):
                 group.post_backward = partial(self._after_backward, group, group.post_backward)
         self._units: FsdpReductions | None = None
-        if ways is not None:
-            self._units = FsdpReductions(modules, self._trained, shard, replica, ways, is_exact)
+        if reduction_factory is not None:
+            self._units = FsdpReductions(modules, self._trained, shard, replica, reduction_factory, is_exact)
 
     def parameter_shards(self) -> Sequence[ParameterShard]:
-        return tuple(share.leaf for share in self._shares)
+        return tuple(share.shard for share in self._shares)
 
     def begin_step(self, step: int) -> None:
         self._used.clear()
-        for way in self._ways():
-            way.begin_step(step)
+        for reduction in self._reductions():
+            reduction.begin_step(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         module = self._modules[stage]
@@ -119,7 +119,7 @@ class FullyShardedReducer(CompressibleReducer):
         for number, first in copies.items():
             self._gradients[number].copy_(self._gradients[first])
         for share, gradient in zip(self._shares, self._gradients, strict=True):
-            share.leaf.tensor.grad = gradient
+            share.shard.tensor.grad = gradient
 
     def gradients(self) -> Sequence[Tensor]:
         return self._gradients
@@ -127,7 +127,7 @@ class FullyShardedReducer(CompressibleReducer):
     def primary_gradients(self) -> Sequence[Tensor]:
         """Each shard rank of the first replica holds the primary copy of its rows."""
         pairs = zip(self._shares, self._gradients, strict=True)
-        return [gradient for share, gradient in pairs if share.leaf.is_primary]
+        return [gradient for share, gradient in pairs if share.shard.is_primary]
 
     def unused_parameters(self) -> Collection[str]:
         if all(one.parameter in self._used for one in self._trained):
@@ -145,7 +145,7 @@ class FullyShardedReducer(CompressibleReducer):
     def release(self) -> None:
         self._gradients = []
         for share in self._shares:
-            share.leaf.tensor.grad = None
+            share.shard.tensor.grad = None
         for one in self._trained:  # also those of which this rank has no row
             one.parameter.grad = None
 
@@ -157,7 +157,7 @@ class FullyShardedReducer(CompressibleReducer):
                 self._used.add(one.sharded_param)
         reduce(*unused)
 
-    def _ways(self) -> Sequence[FlatReduction]:
+    def _reductions(self) -> Sequence[FlatReduction]:
         return self._units.ways if self._units is not None else ()
 
     def _share(self, one: LocalParameter) -> _Share:
@@ -176,7 +176,7 @@ class FullyShardedReducer(CompressibleReducer):
         first: dict[Piece, int] = {}
         copies: dict[int, int] = {}
         for number, share in enumerate(self._shares):
-            owner = first.setdefault(share.leaf.piece, number)
+            owner = first.setdefault(share.shard.piece, number)
             if owner != number:
                 self._gradients[owner] += self._gradients[number]
                 copies[number] = owner

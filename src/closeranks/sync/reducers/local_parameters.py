@@ -18,7 +18,7 @@ from closeranks.sync.reducers.buckets import BucketMember
 
 
 class CommGroup(Protocol):
-    """What a reducer needs of a group; ``parallel.group.Group`` implements it."""
+    """What a reducer needs of a group; ``parallel.process_group.RankGroup`` implements it."""
 
     @property
     def rank(self) -> int: ...

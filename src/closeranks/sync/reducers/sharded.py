@@ -2,9 +2,10 @@
 
 [Note: shards] Parameters are views of flat buckets, and each rank of the shard group owns one slice of every bucket: it
 alone updates those elements. Gradients are moved into a temporary bucket and reduce-scattered into this rank's slice;
-``spread`` all-gathers the updated slices into the buckets, so that the parameters hold the new values without a copy.
-With the timing ``step`` whole gradients accumulate and are reduced in the last backward; with ``backward`` they are
-reduced and freed in each, so that a rank never holds more of them than its slices and what is in flight.
+``gather_parameters`` all-gathers the updated slices into the buckets, so that the parameters hold the new values
+without a copy. With the timing ``step`` whole gradients accumulate and are reduced in the last backward; with
+``backward`` they are reduced and freed in each, so that a rank never holds more of them than its slices and what is in
+flight.
 
 Invariants: the parameter shards of all shard ranks cover every trainable parameter once; replicas of a shard (HSDP)
 make the same update from the same bits; padding in buckets holds zeros in weights and gradients.
@@ -59,7 +60,7 @@ class _Bucket:
         over_replicas: ReductionFactory,
     ) -> None:
         self.held = [held[number] for number in bucket.members]
-        self.stage, self.is_spoken = bucket.stage, bucket.is_primary
+        self.stage, self.is_primary = bucket.stage, bucket.is_primary
         self._offsets = bucket.offsets
         self._strides = [dense_strides(one.parameter) for one in self.held]
         first = self.held[0].parameter
@@ -76,39 +77,39 @@ class _Bucket:
         """By member, in how many of this step's reductions it had no gradient."""
         self.is_summed = False
         """Whether the sum over replicas is done or in flight too."""
-        self.journey: AsyncReduction | None = None
+        self.reduction: AsyncReduction | None = None
         """The latest reduction of this step."""
-        load = flat_buffer_spec(self.held, self._offsets, self.weights)
-        self.over_shards: FlatReduction = over_shards(load)
-        self.over_replicas: FlatReduction = over_replicas(load.slice(self._first, self._first + share))
-        for place, one in enumerate(self.held):
-            view = self.member(self.weights, place)
+        spec = flat_buffer_spec(self.held, self._offsets, self.weights)
+        self.over_shards: FlatReduction = over_shards(spec)
+        self.over_replicas: FlatReduction = over_replicas(spec.slice(self._first, self._first + share))
+        for index, one in enumerate(self.held):
+            view = self.member(self.weights, index)
             view.copy_(one.parameter.detach())
             one.parameter.data = view
 
-    def member(self, flat: Tensor, place: int) -> Tensor:
+    def member(self, flat: Tensor, index: int) -> Tensor:
         """A member's part of a flat tensor, with the strides of the parameter."""
-        return flat.as_strided(self.held[place].parameter.shape, self._strides[place], self._offsets[place])
+        return flat.as_strided(self.held[index].parameter.shape, self._strides[index], self._offsets[index])
 
-    def load(self, place: int) -> None:
+    def load(self, index: int) -> None:
         """Move a gradient into the outgoing buffer and clear it on the parameter."""
         if self.outgoing is None:
             self.outgoing = torch.zeros_like(self.weights)
-        parameter = self.held[place].parameter
+        parameter = self.held[index].parameter
         if parameter.grad is not None:
-            self.member(self.outgoing, place).copy_(parameter.grad)
+            self.member(self.outgoing, index).copy_(parameter.grad)
             parameter.grad = None
         else:
-            self.num_lacked[place] += 1
+            self.num_lacked[index] += 1
 
-    def absent(self) -> Iterator[str]:
+    def unused_parameters(self) -> Iterator[str]:
         """Members that had a gradient in none of this step's reductions."""
         if self.num_lacked or not self.num_sums:
-            for place, one in enumerate(self.held):
-                if self.num_lacked[place] == self.num_sums:
+            for index, one in enumerate(self.held):
+                if self.num_lacked[index] == self.num_sums:
                     yield one.piece.name
 
-    def leaves(self, is_speaker: bool) -> Iterator[tuple[ParameterShard, Tensor]]:
+    def parameter_shards(self, is_first_replica: bool) -> Iterator[tuple[ParameterShard, Tensor]]:
         """The shard and its gradient, for each member of which this rank owns a part."""
         last = self._first + self.slice.numel()
         for offset, one in zip(self._offsets, self.held, strict=True):
@@ -120,7 +121,7 @@ class _Bucket:
                 if piece.flat is None:
                     like = one.parameter.detach()[tuple(map(slice, piece.size))]
                     weights, gradient = view_like(weights, 0, like), view_like(gradient, 0, like)
-                yield ParameterShard(weights, piece, one.is_primary and is_speaker), gradient
+                yield ParameterShard(weights, piece, one.is_primary and is_first_replica), gradient
 
 
 def _piece(one: LocalParameter, begin: int, end: int) -> Piece:
@@ -136,9 +137,9 @@ class ShardedReducer(CompressibleReducer):
 
     ``shard`` are the ranks that split the state, ``replica`` those that hold the same slices (HSDP; else a group of
     one). With zero=2, ``hold`` says which gradients a rank holds between micro-batches: their ``shards``, or all of
-    them until the ``step`` is done, as with zero=1, for less traffic. ``ways``: how buckets are summed, if not by
-    torch's own collective: over replicas where there are any, else over shards. Parameters for which ``is_exact`` holds
-    always use torch's.
+    them until the ``step`` is done, as with zero=1, for less traffic. ``reduction_factory``: how buckets are summed, if
+    not by torch's own collective: over replicas where there are any, else over shards. Parameters for which
+    ``is_exact`` holds always use torch's.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ShardedReducer(CompressibleReducer):
         bucket_bytes: int,
         first_bucket_bytes: int,
         overlap: bool = True,
-        ways: ReductionFactory | None = None,
+        reduction_factory: ReductionFactory | None = None,
         is_exact: Callable[[LocalParameter], bool] = lambda one: False,
     ) -> None:
         trained = [one for one in held if one.parameter.requires_grad]
@@ -162,65 +163,67 @@ class ShardedReducer(CompressibleReducer):
             bucket_members(trained, keep_rows=True, is_exact=is_exact),
             cap_bytes=bucket_bytes,
             first_cap_bytes=first_bucket_bytes,
-            num_shards=shard.size * (1 if ways is None else replica.size),
+            num_shards=shard.size * (1 if reduction_factory is None else replica.size),
             align_bytes=ALIGN_BYTES,
         )
-        self._buckets = [self._bucket(bucket, trained, ways) for bucket in self.plan]
-        shares = [share for bucket in self._buckets for share in bucket.leaves(replica.rank == 0)]
-        self._leaves = tuple(leaf for leaf, _ in shares)
-        self._leaf_gradients = tuple(gradient for _, gradient in shares)
+        self._buckets = [self._bucket(bucket, trained, reduction_factory) for bucket in self.plan]
+        shares = [share for bucket in self._buckets for share in bucket.parameter_shards(replica.rank == 0)]
+        self._parameter_shards = tuple(parameter_shard for parameter_shard, _ in shares)
+        self._shard_gradients = tuple(gradient for _, gradient in shares)
         self._last_of: set[int] = set()
         """Stages in their last backward of this step."""
-        self._convoy = InFlightReductions()
-        self._departures = BucketScheduler(
+        self._in_flight = InFlightReductions()
+        self._scheduler = BucketScheduler(
             self.plan,
             [one.parameter for one in trained],
-            load=lambda bucket, place: self._buckets[bucket].load(place),
+            load=lambda bucket, index: self._buckets[bucket].load(index),
             send=lambda bucket: self._send(self._buckets[bucket]),
-            timetable="backward" if self.needs_equal_counts else "step",
+            timing="backward" if self.needs_equal_counts else "step",
             overlap=overlap,
         )
 
     def parameter_shards(self) -> Sequence[ParameterShard]:
-        return self._leaves
+        return self._parameter_shards
 
     def begin_step(self, step: int) -> None:
-        for way in self._ways():
-            way.begin_step(step)
+        for reduction in self._reductions():
+            reduction.begin_step(step)
 
     def begin_backward(self, stage: int = 0, *, is_last: bool) -> None:
         if is_last:
             self._last_of.add(stage)
-        self._departures.begin_backward(stage, is_last=is_last)
+        self._scheduler.begin_backward(stage, is_last=is_last)
 
     def end_backward(self, stage: int = 0) -> None:
-        self._departures.end_backward(stage)
+        self._scheduler.end_backward(stage)
 
     def finish(self) -> None:
         """Reduce buckets that backward did not fill, then wait. On CUDA the streams wait, not the host."""
-        self._departures.finish()
-        self._convoy.wait_all()
+        self._scheduler.finish()
+        self._in_flight.wait_all()
         for bucket in self._buckets:
             if bucket.num_sums == 0:  # a step without any backward
                 bucket.gradient.zero_()
             if not bucket.is_summed:
-                self._convoy.add(bucket.over_replicas.all_reduce(bucket.gradient), bucket.over_replicas.num_collectives)
-        self._convoy.wait_all()
+                self._in_flight.add(
+                    bucket.over_replicas.all_reduce(bucket.gradient), bucket.over_replicas.num_collectives
+                )
+        self._in_flight.wait_all()
         sum_partial_gradients(
             [PartialGradient(b.gradient, groups) for b in self._buckets if (groups := b.held[0].partial_over)]
         )
-        for leaf, gradient in zip(self._leaves, self._leaf_gradients, strict=True):
-            leaf.tensor.grad = gradient
+        for parameter_shard, gradient in zip(self._parameter_shards, self._shard_gradients, strict=True):
+            parameter_shard.tensor.grad = gradient
 
     def gradients(self) -> Sequence[Tensor]:
         return [bucket.gradient for bucket in self._buckets]
 
     def primary_gradients(self) -> Sequence[Tensor]:
         """Each shard rank of the first replica holds the primary copy of its slices."""
-        return [bucket.gradient for bucket in self._buckets if bucket.is_spoken and self._replica.rank == 0]
+        return [bucket.gradient for bucket in self._buckets if bucket.is_primary and self._replica.rank == 0]
 
     def unused_parameters(self) -> Collection[str]:
-        return {name for bucket in self._buckets for name in bucket.absent()}
+        return {name for bucket in self._buckets for name in bucket.unused_parameters()}
 
     def gather_parameters(self) -> None:
         """All-gather the slices of all shard ranks into the buckets that the parameters are views of, and wait.
@@ -236,25 +239,27 @@ class ShardedReducer(CompressibleReducer):
             work.wait()
 
     def release(self) -> None:
-        for leaf in self._leaves:
-            leaf.tensor.grad = None
+        for parameter_shard in self._parameter_shards:
+            parameter_shard.tensor.grad = None
         for bucket in self._buckets:
-            bucket.num_sums, bucket.is_summed, bucket.journey = 0, False, None
+            bucket.num_sums, bucket.is_summed, bucket.reduction = 0, False, None
             bucket.num_lacked.clear()
             for one in bucket.held:
                 one.parameter.grad = None
         self._last_of.clear()
-        self._departures.reset()
+        self._scheduler.reset()
 
-    def _ways(self) -> Iterator[FlatReduction]:
+    def _reductions(self) -> Iterator[FlatReduction]:
         for bucket in self._buckets:
             yield bucket.over_shards
             yield bucket.over_replicas
 
-    def _bucket(self, bucket: GradientBucket, held: Sequence[LocalParameter], ways: ReductionFactory | None) -> _Bucket:
+    def _bucket(
+        self, bucket: GradientBucket, held: Sequence[LocalParameter], factory: ReductionFactory | None
+    ) -> _Bucket:
         over_shards, over_replicas = plain_reductions(self._shard), plain_reductions(self._replica)
-        if ways is not None and not bucket.is_exact:
-            over_shards, over_replicas = (over_shards, ways) if self._replica.size > 1 else (ways, over_replicas)
+        if factory is not None and not bucket.is_exact:
+            over_shards, over_replicas = (over_shards, factory) if self._replica.size > 1 else (factory, over_replicas)
         return _Bucket(bucket, held, self._shard, over_shards, over_replicas)
 
     def _send(self, bucket: _Bucket) -> None:
@@ -263,18 +268,19 @@ class ShardedReducer(CompressibleReducer):
         is_first = bucket.num_sums == 0
         is_last = not self.needs_equal_counts or bucket.stage in self._last_of or bucket.stage == SEVERAL_STAGES
         bucket.num_sums += 1
-        num_legs = bucket.over_shards.num_collectives
+        num_collectives = bucket.over_shards.num_collectives
         if is_last and self._replica.size > 1:
-            num_legs += bucket.over_replicas.num_collectives
-        if bucket.journey is not None and bucket.over_shards.num_collectives > 1:
-            self._convoy.wait_for(bucket.journey)  # at its end it writes the error feedback that the next one reads
-        bucket.journey = _journey(bucket, outgoing, is_first=is_first, is_last=is_last)
-        self._convoy.add(bucket.journey, num_legs)
+            num_collectives += bucket.over_replicas.num_collectives
+        if bucket.reduction is not None and bucket.over_shards.num_collectives > 1:
+            # At its end it writes the error feedback that the next one reads.
+            self._in_flight.wait_for(bucket.reduction)
+        bucket.reduction = _bucket_reduction(bucket, outgoing, is_first=is_first, is_last=is_last)
+        self._in_flight.add(bucket.reduction, num_collectives)
         if self.needs_equal_counts:
-            self._convoy.wait_until(NUM_IN_FLIGHT)
+            self._in_flight.wait_until(NUM_IN_FLIGHT)
 
 
-def _journey(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> AsyncReduction:
+def _bucket_reduction(bucket: _Bucket, outgoing: Tensor, *, is_first: bool, is_last: bool) -> AsyncReduction:
     """Reduce over the shards into this rank's slice, and after the last reduction of the step over replicas."""
     arriving = bucket.gradient if is_first else torch.empty_like(bucket.gradient)
     yield from bucket.over_shards.reduce_scatter(outgoing, arriving)
