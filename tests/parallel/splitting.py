@@ -59,9 +59,9 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def split_here(
-    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives] = ()
+    module: nn.Module, rules: Sequence[ShardingRule], activation_collectives: Sequence[ActivationCollectives] = ()
 ) -> dict[str, TensorShard]:
-    return shard_module(module, rules, crossings, world())
+    return shard_module(module, rules, activation_collectives, world())
 
 
 def compare_gradients(

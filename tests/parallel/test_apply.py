@@ -28,7 +28,7 @@ def applied(
     spec: Any, *, group: RankGroup = ONE, batch_norm: str = "micro", compiled: bool = False, recompute: str = "none"
 ) -> DistributedModel:
     layout, device = Layout(data=group.size), torch.device("cpu")
-    wishes = ParallelSettings(
+    settings = ParallelSettings(
         layout=layout,
         hold="shards",
         batch_norm=batch_norm,
@@ -41,7 +41,9 @@ def applied(
         recompute=recompute,
         recompute_keep=(),
     )
-    return parallelize(spec, wishes, open_mesh_groups(group, layout, device, 60.0), device, prepare=lambda module: None)
+    return parallelize(
+        spec, settings, open_mesh_groups(group, layout, device, 60.0), device, prepare=lambda module: None
+    )
 
 
 @pytest.fixture

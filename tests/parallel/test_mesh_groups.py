@@ -86,15 +86,15 @@ def test_closing_gives_back_every_group_but_the_worlds() -> None:
 def homes(text: str, num_replica_groups: int) -> dict[str, list[int]]:
     group = RankGroup(dist.get_rank(), dist.get_world_size())
     groups = open_mesh_groups(group, Layout.parse(text), CPU, TIMEOUT_S, num_replica_groups)
-    home = groups.replica_group
+    replica_group = groups.replica_group
     found = {
         name: dist.get_process_group_ranks(one.process_group) if one.size > 1 else [group.rank]
         for name in ("world", "data", "replica", "across_groups")
-        if (one := getattr(home, name))
+        if (one := getattr(replica_group, name))
     }
     if groups.device_mesh is not None:
         found["mesh"] = groups.sharding_mesh().mesh.flatten().tolist()
-    return {**found, "number": [home.number]}
+    return {**found, "number": [replica_group.number]}
 
 
 @pytest.mark.world

@@ -11,11 +11,11 @@
     7. compile        per block: one graph serves all equal blocks, and start-up does not grow with depth; after every
                       transform that changes a block's forward, before anything that hooks its parameters
     8. shard          FSDP2 (zero=3), per block: its hooks are the outermost, and it shards the final parameters
-    9. materialise    memory for what this rank keeps and nothing else, filled from (seed, name) one parameter at a time
+    9. materialize    memory for what this rank keeps and nothing else, filled from (seed, name) one parameter at a time
     (then, in ``run``: reducer and optimizer, on the resulting parameters)
 
-Invariant: after ``apply``, parameters have the names and values that the spec built, whatever was applied; no rank ever
-holds more than its own pieces and one whole parameter.
+Invariant: after ``parallelize``, parameters have the names and values that the spec built, whatever was applied; no
+rank ever holds more than its own pieces and one whole parameter.
 """
 
 from __future__ import annotations
@@ -91,40 +91,43 @@ class DistributedModel:
 
 def parallelize(
     spec: ModelSpec,
-    wishes: ParallelSettings,
+    settings: ParallelSettings,
     groups: MeshGroups,
     device: torch.device,
     prepare: Callable[[nn.Module], object],
 ) -> DistributedModel:
-    is_cut = wishes.layout.zero == 3 or groups.tensor.size > 1 or groups.pipeline.size > 1
-    dtype = wishes.precision.weights
-    built = build_module(spec, seed=wishes.seed, device=device, dtype=dtype, group=groups.world, sharded=is_cut)
+    sharded = settings.layout.zero == 3 or groups.tensor.size > 1 or groups.pipeline.size > 1
+    dtype = settings.precision.weights
+    built = build_module(spec, seed=settings.seed, device=device, dtype=dtype, group=groups.world, sharded=sharded)
     whole = built.module
     prepare(whole)
     names = _Names.of(whole)
-    shares = shard_module(whole, spec.sharding_rules, spec.activation_collectives, groups.tensor)
-    cut = _cut(spec, whole, wishes.layout, groups)
+    shards = shard_module(whole, spec.sharding_rules, spec.activation_collectives, groups.tensor)
+    rank_stages = _split_stages(spec, whole, settings.layout, groups)
     wrapped: set[nn.Module] = set()
-    for module in cut.stages.values():
-        _transform(spec, module, wishes, groups, wrapped)
-    stages = nn.ModuleList(cut.stages.values())  # one module, so that a tensor which two stages share stays shared
+    for module in rank_stages.stages.values():
+        _transform(spec, module, settings, groups, wrapped)
+    # One module, so that a tensor which two stages share stays shared.
+    stages = nn.ModuleList(rank_stages.stages.values())
     if built.is_meta:
         to_empty(stages, device)
-    held = tuple(_held(cut, names, shares, _tie_groups(cut.ties, wishes.layout, groups), groups))
+    held = tuple(_held(rank_stages, names, shards, _tie_groups(rank_stages.ties, settings.layout, groups), groups))
     if built.is_meta:
         _fill(built, stages, held, groups, device)
-    hint = batch_norm_hint(stages, wishes.batch_norm, wishes.micro_batch, groups.data.size)
+    hint = batch_norm_hint(stages, settings.batch_norm, settings.micro_batch, groups.data.size)
     return DistributedModel(
-        stages=cut.stages,
+        stages=rank_stages.stages,
         # A backward split into two halves would recompute a block twice.
-        pipeline=open_pipeline(wishes.layout, cut.stages, groups.pipeline, device, splits=wishes.recompute == "none"),
+        pipeline=open_pipeline(
+            settings.layout, rank_stages.stages, groups.pipeline, device, splits=settings.recompute == "none"
+        ),
         held=held,
-        statistics=tuple(BatchStatistics(module, groups.replica_group.data) for module in cut.stages.values()),
+        statistics=tuple(BatchStatistics(module, groups.replica_group.data) for module in rank_stages.stages.values()),
         shapes=names.shapes,
         trainable=names.trainable,
         num_params=names.num_params,
         num_trainable=names.num_trainable,
-        warnings=tuple(text for text in (hint, built.warning, _idle_recompute(spec, wishes)) if text),
+        warnings=tuple(text for text in (hint, built.warning, _idle_recompute(spec, settings)) if text),
     )
 
 
@@ -164,7 +167,7 @@ def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, tensor) for name, tensor in module.state_dict().items() if name in buffers)
 
 
-def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: MeshGroups) -> RankStages:
+def _split_stages(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: MeshGroups) -> RankStages:
     if layout.pipeline == 1:
         return RankStages({0: whole}, ())
     if spec.pipeline_spec is None:
@@ -174,21 +177,21 @@ def _cut(spec: ModelSpec, whole: nn.Module, layout: Layout, groups: MeshGroups) 
         what = f"the model's {len(spec.pipeline_spec.units)} units do not fill {layout.num_stages} stages"
         raise ModelError(what, "Use a smaller pipeline, or name more modules in model.stages.")
     ranges = stage_ranges(spec.pipeline_spec.costs, layout)
-    places = stage_placement(layout.schedule, layout.pipeline)
-    cut = split_into_stages(whole, spec.pipeline_spec, ranges, places[groups.pipeline.rank])
+    placement = stage_placement(layout.schedule, layout.pipeline)
+    rank_stages = split_into_stages(whole, spec.pipeline_spec, ranges, placement[groups.pipeline.rank])
     if layout.zero == 3:
-        _refuse_shared(whole, spec.pipeline_spec.units, ranges, places)
-    return cut
+        _refuse_shared(whole, spec.pipeline_spec.units, ranges, placement)
+    return rank_stages
 
 
 def _refuse_shared(
-    whole: nn.Module, units: Sequence[str], ranges: Sequence[range], places: Iterable[Sequence[int]]
+    whole: nn.Module, units: Sequence[str], ranges: Sequence[range], placement: Iterable[Sequence[int]]
 ) -> None:
     """Refuse a module in two stages of one rank: FSDP2 shards a module under one root only, and each stage is a root.
 
     Checks the stages of all ranks, so that all ranks raise the same error.
     """
-    for own in places:
+    for own in placement:
         found: dict[nn.Module, tuple[str, int]] = {}
         held = [(stage, units[number]) for stage in own for number in ranges[stage]]
         for stage, unit in held:
@@ -204,38 +207,38 @@ def _refuse_shared(
 
 
 def _transform(
-    spec: ModelSpec, module: nn.Module, wishes: ParallelSettings, groups: MeshGroups, wrapped: set[nn.Module]
+    spec: ModelSpec, module: nn.Module, settings: ParallelSettings, groups: MeshGroups, wrapped: set[nn.Module]
 ) -> None:
     """``wrapped``: modules that an earlier stage of this rank shares and has already wrapped."""
     blocks = tuple(_unwrapped(module, spec.blocks, wrapped))
     units = tuple(_unwrapped(module, spec.compile_units, wrapped))
     wrapped.update(module.modules())
-    if wishes.batch_norm == "sync" and groups.replica_group.data.size > 1:
+    if settings.batch_norm == "sync" and groups.replica_group.data.size > 1:
         convert_sync_batch_norm(module, groups.replica_group.data.process_group)
-    is_around = wishes.compiled and wishes.recompute == "full"
+    is_around = settings.compiled and settings.recompute == "full"
     if not is_around:
-        recompute(module, blocks, wishes.recompute, wishes.recompute_keep)
-    if wishes.compiled:
+        recompute(module, blocks, settings.recompute, settings.recompute_keep)
+    if settings.compiled:
         for name in units:
             module.get_submodule(name).compile()
     if is_around:
         recompute_compiled(module, [name for name in blocks if name in units])
-    if wishes.layout.zero == 3:
+    if settings.layout.zero == 3:
         shard_fully(
             module,
             blocks,
-            groups.sharding_mesh(with_replicas=wishes.sums_replicas),
-            precision=wishes.precision,
-            hold=wishes.hold,
-            prefetch=wishes.prefetch,
-            overlap=wishes.overlap,
+            groups.sharding_mesh(with_replicas=settings.sums_replicas),
+            precision=settings.precision,
+            hold=settings.hold,
+            prefetch=settings.prefetch,
+            overlap=settings.overlap,
         )
 
 
-def _idle_recompute(spec: ModelSpec, wishes: ParallelSettings) -> str:
-    if wishes.recompute == "none" or spec.blocks:
+def _idle_recompute(spec: ModelSpec, settings: ParallelSettings) -> str:
+    if settings.recompute == "none" or spec.blocks:
         return ""
-    what = f'train.recompute = "{wishes.recompute}" does nothing: {spec.name} has no list or sequence of blocks'
+    what = f'train.recompute = "{settings.recompute}" does nothing: {spec.name} has no list or sequence of blocks'
     return f"{what}. Put its repeated parts into an nn.ModuleList or nn.Sequential."
 
 
@@ -258,29 +261,29 @@ def _tie_groups(ties: Iterable[TiedParameter], layout: Layout, groups: MeshGroup
 
 
 def _held(
-    cut: RankStages,
+    rank_stages: RankStages,
     names: _Names,
-    shares: Mapping[str, TensorShard],
+    shards: Mapping[str, TensorShard],
     ties: Mapping[str, dist.ProcessGroup],
     groups: MeshGroups,
 ) -> Iterator[LocalParameter]:
     """Each parameter object of this rank once, under its first name in the whole model."""
     owners: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for number, module in enumerate(cut.stages.values()):
+    for number, module in enumerate(rank_stages.stages.values()):
         for name, parameter in module.named_parameters():
             owners.setdefault(parameter, []).append((number, names.first[name]))
-    own_stages = list(cut.stages)
-    speakers = {tie.name: tie.stages[0] for tie in cut.ties}
+    own_stages = list(rank_stages.stages)
+    primary_stage = {tie.name: tie.stages[0] for tie in rank_stages.ties}
     for parameter, [(number, first), *more] in owners.items():
-        share = shares.get(first)
-        is_partial = share is not None and share.is_partial
+        shard = shards.get(first)
+        is_partial = shard is not None and shard.is_partial
         over = (groups.tensor.process_group if is_partial else None, ties.get(first))
         yield LocalParameter(
             parameter,
-            piece=share.piece if share is not None else Piece.whole(first, names.shapes[first]),
+            piece=shard.piece if shard is not None else Piece.whole(first, names.shapes[first]),
             aliases=names.aliases(first),
-            is_primary=(share is None or share.is_primary)
-            and speakers.get(first, own_stages[number]) == own_stages[number],
+            is_primary=(shard is None or shard.is_primary)
+            and primary_stage.get(first, own_stages[number]) == own_stages[number],
             stage=number if not more else SEVERAL_STAGES,
             partial_over=tuple(group for group in over if group is not None),
         )

@@ -74,7 +74,7 @@ class BatchStatistics:
             total = self._group.sum(torch.cat([local * count, count]))
             means = (total[:-1] / total[-1].clamp(min=1)).split([t.numel() for t in stats])
             for index, layer in enumerate(self._layers):
-                _settle(layer, means[2 * index : 2 * index + 2], taken)
+                _blend(layer, means[2 * index : 2 * index + 2], taken)
 
     def average(self, group: ReduceGroup) -> None:
         """With local SGD each replica has its own statistics: at a synchronization all take the mean of ``group``."""
@@ -94,7 +94,7 @@ def _running(module: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return module.running_mean, module.running_var, module.num_batches_tracked
 
 
-def _settle(layer: _Layer, means: tuple[Tensor, ...], taken: Tensor) -> None:
+def _blend(layer: _Layer, means: tuple[Tensor, ...], taken: Tensor) -> None:
     *targets, counter = _running(layer.module)
     *befores, steps = layer.running
     momentum = steps.double().add(1).reciprocal() if layer.momentum is None else layer.momentum

@@ -211,14 +211,14 @@ class _NarrowGather:
         narrow = torch.empty_like(output_tensor, dtype=self._dtype)
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(narrow, input_tensor.to(self._dtype), group=group, async_op=async_op)
-        landing = _Landing(work, narrow, output_tensor)
+        pending = _PendingGather(work, narrow, output_tensor)
         if async_op:
-            return landing
-        landing.wait()
+            return pending
+        pending.wait()
         return None
 
 
-class _Landing(dist.Work):
+class _PendingGather(dist.Work):
     """A pending all-gather whose result is cast back when it is waited for."""
 
     def __init__(self, work: dist.Work | None, narrow: Tensor, output: Tensor) -> None:

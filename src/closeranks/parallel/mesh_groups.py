@@ -116,13 +116,13 @@ def open_mesh_groups(
     world: RankGroup, layout: Layout, device: torch.device, timeout_s: float, num_replica_groups: int = 1
 ) -> MeshGroups:
     """``num_replica_groups``: number of replica groups (local SGD)."""
-    mesh, maker = Mesh(layout, num_replica_groups), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
+    mesh, factory = Mesh(layout, num_replica_groups), ProcessGroupFactory(world.rank, timedelta(seconds=timeout_s))
     if layout.num_ranks == layout.data and layout.zero == 0:
-        home = _home_of_replicas(maker, mesh, world)
-        return MeshGroups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, maker, home)
-    own = {axis: _made(maker, mesh, axis) for axis in AXES}
-    data = _data_group(maker, mesh, own["replica"], own["shard"])
-    home = _home(maker, mesh, world, data, own)
+        replica_group = _whole_model_replica_group(factory, mesh, world)
+        return MeshGroups(mesh, world.rank, world, world, _ALONE, world, _ALONE, _ALONE, None, factory, replica_group)
+    own = {axis: _made(factory, mesh, axis) for axis in AXES}
+    data = _data_group(factory, mesh, own["replica"], own["shard"])
+    replica_group = _sharded_replica_group(factory, mesh, world, data, own)
     return MeshGroups(
         mesh=mesh,
         rank=world.rank,
@@ -132,9 +132,9 @@ def open_mesh_groups(
         replica=own["replica"],
         tensor=own["tensor"],
         pipeline=own["pipeline"],
-        device_mesh=_grid(mesh, own, home, device),
-        factory=maker,
-        replica_group=home,
+        device_mesh=_grid(mesh, own, replica_group, device),
+        factory=factory,
+        replica_group=replica_group,
     )
 
 
@@ -147,12 +147,12 @@ def _levels(ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]] | Non
     return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
-def _made(maker: ProcessGroupFactory, mesh: Mesh, *axes: str) -> RankGroup:
-    return _among(maker, mesh.groups(*axes))
+def _made(factory: ProcessGroupFactory, mesh: Mesh, *axes: str) -> RankGroup:
+    return _among(factory, mesh.groups(*axes))
 
 
-def _among(maker: ProcessGroupFactory, parted: Iterable[Sequence[int]]) -> RankGroup:
-    process_group = maker.new_groups(parted)
+def _among(factory: ProcessGroupFactory, parted: Iterable[Sequence[int]]) -> RankGroup:
+    process_group = factory.new_groups(parted)
     assert process_group is not None, "the groups of an axis partition all ranks"
     return _as_group(process_group)
 
@@ -161,21 +161,19 @@ def _as_group(process_group: dist.ProcessGroup) -> RankGroup:
     return RankGroup(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
-def _home_of_replicas(maker: ProcessGroupFactory, mesh: Mesh, world: RankGroup) -> ReplicaGroup:
+def _whole_model_replica_group(factory: ProcessGroupFactory, mesh: Mesh, world: RankGroup) -> ReplicaGroup:
     """The replica group in a layout where every rank holds the whole model; one rank alone does not communicate."""
     if mesh.num_replica_groups == 1:
         return ReplicaGroup(0, 1, world, world, world, _ALONE)
     number = mesh.replica_group(mesh.coordinate(world.rank))
     is_single = mesh.replicas_per_group == 1
-    own = _ALONE if is_single else _among(maker, mesh.partition(mesh.replica_group))
-    across = (
-        world if is_single else _among(maker, mesh.partition(lambda place: place.replica % mesh.replicas_per_group))
-    )
+    own = _ALONE if is_single else _among(factory, mesh.partition(mesh.replica_group))
+    across = world if is_single else _among(factory, mesh.partition(lambda at: at.replica % mesh.replicas_per_group))
     return ReplicaGroup(number, mesh.num_replica_groups, own, own, own, across)
 
 
-def _home(
-    maker: ProcessGroupFactory, mesh: Mesh, world: RankGroup, data: RankGroup, own: Mapping[str, RankGroup]
+def _sharded_replica_group(
+    factory: ProcessGroupFactory, mesh: Mesh, world: RankGroup, data: RankGroup, own: Mapping[str, RankGroup]
 ) -> ReplicaGroup:
     if mesh.num_replica_groups == 1:
         return ReplicaGroup(0, 1, world, data, own["replica"], _ALONE)
@@ -183,30 +181,32 @@ def _home(
     return ReplicaGroup(
         number=mesh.replica_group(mesh.coordinate(world.rank)),
         count=mesh.num_replica_groups,
-        world=_among(maker, mesh.partition(mesh.replica_group)),
-        data=_among(maker, mesh.partition(lambda at: (at.pipeline, at.tensor, mesh.replica_group(at)))),
-        replica=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, mesh.replica_group(at)))),
-        across_groups=_among(maker, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))),
+        world=_among(factory, mesh.partition(mesh.replica_group)),
+        data=_among(factory, mesh.partition(lambda at: (at.pipeline, at.tensor, mesh.replica_group(at)))),
+        replica=_among(factory, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, mesh.replica_group(at)))),
+        across_groups=_among(
+            factory, mesh.partition(lambda at: (at.pipeline, at.shard, at.tensor, at.replica % inner))
+        ),
     )
 
 
-def _grid(mesh: Mesh, own: Mapping[str, RankGroup], home: ReplicaGroup, device: torch.device) -> DeviceMesh:
+def _grid(mesh: Mesh, own: Mapping[str, RankGroup], replica_group: ReplicaGroup, device: torch.device) -> DeviceMesh:
     """A DeviceMesh of the existing groups: groups that torch creates itself do not accept a timeout in every version.
     Its ``replica`` axis spans one replica group."""
-    axes = {**own, "replica": home.replica}
+    axes = {**own, "replica": replica_group.replica}
     groups = [group for axis in AXES if (group := axes[axis].process_group) is not None]
     ranks = torch.arange(mesh.layout.num_ranks, dtype=torch.int).view(mesh.sizes)
-    if home.count == 1:
+    if replica_group.count == 1:
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
     pipeline, _, *rest = mesh.sizes
-    assert home.across_groups.process_group is not None
-    groups.insert(1, home.across_groups.process_group)
-    ranks = ranks.view(pipeline, home.count, mesh.replicas_per_group, *rest)
+    assert replica_group.across_groups.process_group is not None
+    groups.insert(1, replica_group.across_groups.process_group)
+    ranks = ranks.view(pipeline, replica_group.count, mesh.replicas_per_group, *rest)
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "home", *AXES[1:]))
 
 
-def _data_group(maker: ProcessGroupFactory, mesh: Mesh, replica: RankGroup, shard: RankGroup) -> RankGroup:
+def _data_group(factory: ProcessGroupFactory, mesh: Mesh, replica: RankGroup, shard: RankGroup) -> RankGroup:
     """Replica and shard axes together; reuses one of the two groups where the other axis has size 1."""
     if shard.size == 1 or replica.size == 1:
         return shard if replica.size == 1 else replica
-    return _made(maker, mesh, "replica", "shard")
+    return _made(factory, mesh, "replica", "shard")

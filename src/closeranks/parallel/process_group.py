@@ -1,7 +1,7 @@
 """Forms the process group of all workers, and offers the few collectives that a step needs.
 
-``open_world_group`` is the rendezvous: it forms the process group of a world on a store of its own; ``Group`` has the
-collectives. Invariants: every generation has its own key prefix, so that no address of an earlier one is ever read;
+``open_world_group`` is the rendezvous: it forms the process group of a world on a store of its own; ``RankGroup`` has
+the collectives. Invariants: every generation has its own key prefix, so that no address of an earlier one is ever read;
 nothing listens beyond loopback unless the job says so; world size 1 takes the same path.
 """
 

@@ -59,8 +59,10 @@ def built(
     # Not a layout's ranges, so that one rank may have several stages too.
     num_stages = size * SCHEDULES[schedule]
     ranges = stage_ranges(chain.costs, Layout(pipeline=num_stages))
-    cut = split_into_stages(whole, chain, ranges, mine)
-    pipeline = Pipeline(partial(program_for, schedule, size), cut.stages, RankGroup(rank, size), CPU, splits=splits)
+    rank_stages = split_into_stages(whole, chain, ranges, mine)
+    pipeline = Pipeline(
+        partial(program_for, schedule, size), rank_stages.stages, RankGroup(rank, size), CPU, splits=splits
+    )
     return pipeline, chain
 
 
@@ -118,11 +120,11 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks: int) -> No
 
 def assert_bytes(ranks: Sequence[Told], num_ranks: int, schedule: str, num_micro: int) -> None:
     """A boundary between ranks takes each sample's hidden state there and its gradient back."""
-    home = {stage: rank for rank, own in enumerate(stage_placement(schedule, num_ranks)) for stage in own}
+    rank_of = {stage: rank for rank, own in enumerate(stage_placement(schedule, num_ranks)) for stage in own}
     num_samples = sum(len(batch["tokens"]) for batch in batches(num_micro))
     for rank, told in enumerate(ranks):
-        onward = sum(home[s] == rank != home.get(s + 1, rank) for s in home)
-        back = sum(home[s] == rank != home.get(s - 1, rank) for s in home)
+        onward = sum(rank_of[s] == rank != rank_of.get(s + 1, rank) for s in rank_of)
+        back = sum(rank_of[s] == rank != rank_of.get(s - 1, rank) for s in rank_of)
         for traffic, boundaries in ((told.forward, onward), (told.backward, back)):
             assert traffic.num_sent == boundaries * num_micro
             assert traffic.sent_bytes == boundaries * num_samples * LENGTH * DIM * 8
@@ -432,8 +434,8 @@ def test_without_a_pipeline_there_is_none() -> None:
 def open_by_layout() -> dict[int, int]:
     layout, chain = Layout(pipeline=2, schedule="zbv"), ToyChain()
     rank = dist.get_rank()
-    cut = split_into_stages(toy(), chain, stage_ranges(chain.costs, layout), stage_placement("zbv", 2)[rank])
-    pipeline = open_pipeline(layout, cut.stages, RankGroup(rank, 2), CPU)
+    rank_stages = split_into_stages(toy(), chain, stage_ranges(chain.costs, layout), stage_placement("zbv", 2)[rank])
+    pipeline = open_pipeline(layout, rank_stages.stages, RankGroup(rank, 2), CPU)
     assert pipeline is not None
     pipeline.run(ToyWork(chain, batches(4)))
     return dict(pipeline.peak_in_flight)

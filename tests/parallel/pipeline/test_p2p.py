@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 @given(st.lists(st.integers(0, 2**40), max_size=8).map(tuple), st.sampled_from(_DTYPES), st.booleans())
 def test_a_header_says_it_all(shape: tuple[int, ...], dtype: torch.dtype, wants_gradient: bool) -> None:
-    form = HiddenStateMeta(shape, dtype, wants_gradient)
-    assert len(form.encode()) == _HEADER
-    assert HiddenStateMeta.decode(form.encode()) == form
+    meta = HiddenStateMeta(shape, dtype, wants_gradient)
+    assert len(meta.encode()) == _HEADER
+    assert HiddenStateMeta.decode(meta.encode()) == meta
 
 
 def test_what_cannot_travel_is_refused() -> None:
@@ -40,16 +40,16 @@ def test_what_cannot_travel_is_refused() -> None:
 
 
 @given(st.sets(st.tuples(st.sampled_from(["forward", "backward"]), st.integers(0, 4095), st.integers(0, 9999))))
-def test_no_two_messages_share_a_tag(letters: set[tuple[str, int, int]]) -> None:
-    tags = {MessageKey(way, boundary, micro).tag for way, boundary, micro in letters}  # type: ignore[arg-type]
-    assert len(tags) == len(letters)
+def test_no_two_messages_share_a_tag(keys: set[tuple[str, int, int]]) -> None:
+    tags = {MessageKey(direction, boundary, micro).tag for direction, boundary, micro in keys}  # type: ignore[arg-type]
+    assert len(tags) == len(keys)
     assert all(4096 <= tag < 2**31 for tag in tags)
 
 
 def opened() -> P2PChannel:
-    exchange = P2PChannel(RankGroup(dist.get_rank(), dist.get_world_size()), CPU)
-    exchange.open()
-    return exchange
+    channel = P2PChannel(RankGroup(dist.get_rank(), dist.get_world_size()), CPU)
+    channel.open()
+    return channel
 
 
 def outputs() -> list[Tensor]:
@@ -65,25 +65,25 @@ def counted_there_and_back() -> tuple[list[Tensor], Messages, list[bool]]:
 
 
 def there_and_back() -> tuple[list[Tensor], list[Tensor]]:
-    exchange, others = opened(), outputs()
+    channel, others = opened(), outputs()
     forward = [MessageKey("forward", 0, micro) for micro in range(3)]
     backward = [MessageKey("backward", 0, micro) for micro in range(3)]
     leaves: list[Tensor] = []
-    if exchange.group.rank == 0:
-        for letter, output in zip(forward, others, strict=True):
-            exchange.send_meta(0, tuple(output.shape), HiddenStateMeta.of(output), 1)
-            exchange.send(letter, output, 1)
-        for letter, output in zip(backward, others, strict=True):
-            exchange.post_receive(letter, HiddenStateMeta(tuple(output.shape), output.dtype, False), 1)
-        received = [exchange.wait_receive(letter) for letter in reversed(backward)][::-1]
+    if channel.group.rank == 0:
+        for key, output in zip(forward, others, strict=True):
+            channel.send_meta(0, tuple(output.shape), HiddenStateMeta.of(output), 1)
+            channel.send(key, output, 1)
+        for key, output in zip(backward, others, strict=True):
+            channel.post_receive(key, HiddenStateMeta(tuple(output.shape), output.dtype, False), 1)
+        received = [channel.wait_receive(key) for key in reversed(backward)][::-1]
     else:
-        for letter, output in zip(forward, others, strict=True):
-            exchange.post_receive(letter, exchange.receive_meta(0, tuple(output.shape), 0), 0)
-        leaves = [exchange.wait_receive(letter) for letter in reversed(forward)][::-1]
-        for letter, leaf in zip(reversed(backward), reversed(leaves), strict=True):  # tags tell them apart
-            exchange.send(letter, leaf.expand(leaf.shape) + 1, 0)
+        for key, output in zip(forward, others, strict=True):
+            channel.post_receive(key, channel.receive_meta(0, tuple(output.shape), 0), 0)
+        leaves = [channel.wait_receive(key) for key in reversed(forward)][::-1]
+        for key, leaf in zip(reversed(backward), reversed(leaves), strict=True):  # tags tell them apart
+            channel.send(key, leaf.expand(leaf.shape) + 1, 0)
         received = [leaf.detach() for leaf in leaves]
-    exchange.wait_all()
+    channel.wait_all()
     return received, leaves
 
 
@@ -99,19 +99,19 @@ def test_hidden_states_go_there_and_gradients_back() -> None:
 
 
 def many_then_read() -> int:
-    exchange = opened()
+    channel = opened()
     num_messages = 3 * MAX_SENDS_IN_FLIGHT
-    form = HiddenStateMeta((5,), torch.float32, False)
+    meta = HiddenStateMeta((5,), torch.float32, False)
     most = 0
     for micro in range(num_messages):
-        if exchange.group.rank == 0:
-            exchange.send(MessageKey("forward", 0, micro), torch.full((5,), float(micro)), 1)
-            most = max(most, len(exchange._underway))
+        if channel.group.rank == 0:
+            channel.send(MessageKey("forward", 0, micro), torch.full((5,), float(micro)), 1)
+            most = max(most, len(channel._in_flight))
         else:
-            exchange.post_receive(MessageKey("forward", 0, micro), form, 0)
-            assert exchange.wait_receive(MessageKey("forward", 0, micro)).eq(micro).all()
-    exchange.wait_all()
-    assert len(exchange._underway) == 0
+            channel.post_receive(MessageKey("forward", 0, micro), meta, 0)
+            assert channel.wait_receive(MessageKey("forward", 0, micro)).eq(micro).all()
+    channel.wait_all()
+    assert len(channel._in_flight) == 0
     return most
 
 
@@ -121,15 +121,15 @@ def test_only_so_many_sends_are_under_way() -> None:
 
 
 def change_of_form() -> str:
-    exchange = opened()
-    if exchange.group.rank == 1:
-        exchange.receive_meta(0, "kind", 0)
+    channel = opened()
+    if channel.group.rank == 1:
+        channel.receive_meta(0, "kind", 0)
         return ""
-    exchange.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
-    exchange.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
+    channel.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
+    channel.send_meta(0, "kind", HiddenStateMeta((2,), torch.float32, True), 1)
     with pytest.raises(ModelError) as refused:
-        exchange.send_meta(0, "kind", HiddenStateMeta((3,), torch.float32, True), 1)
-    exchange.wait_all()
+        channel.send_meta(0, "kind", HiddenStateMeta((3,), torch.float32, True), 1)
+    channel.wait_all()
     return str(refused.value)
 
 

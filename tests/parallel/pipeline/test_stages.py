@@ -31,9 +31,9 @@ def test_ranges_cover_all_units_in_order() -> None:
 
 def test_stages_part_the_parameters_and_keep_their_names_and_objects() -> None:
     whole = toy()
-    cut = split_into_stages(whole, CHAIN, ranges_of(4), range(4))
-    parts = [dict(stage.named_parameters()) for stage in cut.stages.values()]
-    assert all(type(stage) is Toy for stage in cut.stages.values())
+    rank_stages = split_into_stages(whole, CHAIN, ranges_of(4), range(4))
+    parts = [dict(stage.named_parameters()) for stage in rank_stages.stages.values()]
+    assert all(type(stage) is Toy for stage in rank_stages.stages.values())
     assert sum(map(len, parts)) == len(list(whole.parameters()))
     for name, parameter in whole.named_parameters():
         assert sum(part.get(name) is parameter for part in parts) == 1
@@ -42,15 +42,15 @@ def test_stages_part_the_parameters_and_keep_their_names_and_objects() -> None:
         "layers.2.up.bias",
         "layers.3.up.bias",
     ]
-    assert all("table" in dict(stage.named_buffers()) for stage in cut.stages.values())
-    assert cut.ties == ()
+    assert all("table" in dict(stage.named_buffers()) for stage in rank_stages.stages.values())
+    assert rank_stages.ties == ()
 
 
 def test_the_whole_module_is_left_as_it_was() -> None:
     whole = toy()
     names = [name for name, _ in whole.named_parameters()]
-    cut = split_into_stages(whole, CHAIN, ranges_of(2), [0])
-    cut.stages[0].register_forward_hook(lambda module, given, output: output)
+    rank_stages = split_into_stages(whole, CHAIN, ranges_of(2), [0])
+    rank_stages.stages[0].register_forward_hook(lambda module, given, output: output)
     assert [name for name, _ in whole.named_parameters()] == names
     assert len(whole._forward_hooks) == 0
     assert len(whole.layers) == DEPTH
@@ -120,13 +120,13 @@ class Shared(nn.Module):
 def test_a_unit_that_runs_twice_stands_in_both_stages() -> None:
     chain = ToyChain(0)
     chain.units = ("twice", "once", "twice")
-    cut = split_into_stages(Shared(), chain, [range(2), range(2, 3)], [0, 1])
-    assert {tie.name: (tie.aliases, tie.stages) for tie in cut.ties} == {
+    rank_stages = split_into_stages(Shared(), chain, [range(2), range(2, 3)], [0, 1])
+    assert {tie.name: (tie.aliases, tie.stages) for tie in rank_stages.ties} == {
         "twice.weight": ((), (0, 1)),
         "twice.bias": ((), (0, 1)),
     }
-    assert cut.stages[0].twice is cut.stages[1].twice
-    assert cut.stages[1].once is None
+    assert rank_stages.stages[0].twice is rank_stages.stages[1].twice
+    assert rank_stages.stages[1].once is None
 
 
 def test_a_parameter_outside_all_units_is_refused_by_name() -> None:

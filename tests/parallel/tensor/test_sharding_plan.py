@@ -27,9 +27,11 @@ UP, DOWN = ShardingRule("blocks.*.up.weight", 0), ShardingRule("blocks.*.down.we
 
 
 def planned(
-    *rules: ShardingRule, crossings: tuple[ActivationCollectives, ...] = (), model: list[ParameterEntry] = MODEL
+    *rules: ShardingRule,
+    activation_collectives: tuple[ActivationCollectives, ...] = (),
+    model: list[ParameterEntry] = MODEL,
 ) -> ShardingPlan:
-    return plan_sharding(model, MODULES, rules, crossings, 4)
+    return plan_sharding(model, MODULES, rules, activation_collectives, 4)
 
 
 def test_a_pair_of_entries_is_all_a_feed_forward_needs() -> None:
@@ -59,7 +61,7 @@ def test_embeddings_and_own_parameters_split_too() -> None:
     assert found.shardings["embed.weight"] == found.shardings["blocks.0.scale"] == ParameterSharding(0)
     assert found.activation_collectives["embed"] == ActivationCollectives("embed", on_output="sum")
     by_columns = planned(
-        ShardingRule("embed.weight", 1), crossings=(ActivationCollectives("embed", on_output="whole"),)
+        ShardingRule("embed.weight", 1), activation_collectives=(ActivationCollectives("embed", on_output="whole"),)
     )
     assert by_columns.activation_collectives == {"embed": ActivationCollectives("embed", on_output="whole")}
 
@@ -75,7 +77,7 @@ def test_the_first_match_counts_and_sequence_means_partial() -> None:
 
 
 def test_a_bias_on_a_share_of_the_sequence_is_partial() -> None:
-    found = planned(UP, DOWN, crossings=(ActivationCollectives("blocks.*.down", on_output="scatter"),))
+    found = planned(UP, DOWN, activation_collectives=(ActivationCollectives("blocks.*.down", on_output="scatter"),))
     assert found.shardings["blocks.0.down.bias"] == ParameterSharding(None, is_partial=True)
     assert found.shardings["blocks.0.up.bias"] == ParameterSharding(0)
 
@@ -88,7 +90,9 @@ def tied(dim: int | None) -> tuple[list[ParameterEntry], tuple[ShardingRule, ...
 
 def test_tied_names_agree() -> None:
     model, rules = tied(0)
-    found = planned(*rules, crossings=(ActivationCollectives("head", on_input="copy", on_output="whole"),), model=model)
+    found = planned(
+        *rules, activation_collectives=(ActivationCollectives("head", on_input="copy", on_output="whole"),), model=model
+    )
     assert found.shardings == {"embed.weight": ParameterSharding(0), "head.weight": ParameterSharding(0)}
 
 
@@ -136,7 +140,7 @@ def test_shares_are_equal_or_refused() -> None:
 
 def test_a_crossing_that_names_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'haed' matches nothing in the model. Did you mean 'head'\?"):
-        planned(UP, DOWN, crossings=(ActivationCollectives("haed", on_output="whole"),))
+        planned(UP, DOWN, activation_collectives=(ActivationCollectives("haed", on_output="whole"),))
 
 
 def test_modules_with_a_forward_of_their_own_are_not_computed_in_their_place() -> None:

@@ -1,11 +1,11 @@
 """Builds the module of a spec and initializes its weights, sharded or whole.
 
-``build`` returns the whole module without data and a source of its initial values. After the module is sharded, targets
-say which piece of which parameter this rank kept, and ``fill`` initializes them, one whole parameter at a time. Our own
-models draw each parameter from a random stream keyed by (seed, name); a user's factory is recorded and gives the values
-that it gives when it runs for real (see ``deferred``). Invariants: the initial weights depend on the seed and the model
-alone, so every layout starts from the same ones; a rank that fills pieces never holds more than those and one whole
-parameter, except for a factory that cannot be recorded, which ``Built.warning`` names.
+``build_module`` returns the whole module without data and a source of its initial values. After the module is sharded,
+targets say which piece of which parameter this rank kept, and ``init_targets`` initializes them, one whole parameter at
+a time. Our own models draw each parameter from a random stream keyed by (seed, name); a user's factory is recorded and
+gives the values that it gives when it runs for real (see ``deferred_init``). Invariants: the initial weights depend on
+the seed and the model alone, so every layout starts from the same ones; a rank that fills pieces never holds more than
+those and one whole parameter, except for a factory that cannot be recorded, which ``BuiltModule.warning`` names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Broadcast = Callable[[Tensor], Tensor]
 
 
 class ParameterInitializer(Protocol):
-    """Source of initial values. Call sequence: ``draw`` for each piece that ``fill`` fills, then ``fill_buffers`` once
-    the module's tensors are in place."""
+    """Source of initial values. Call sequence: ``initial_value`` for each piece that ``init_targets`` fills, then
+    ``fill_buffers`` once the module's tensors are in place."""
 
     def initial_value(self, name: str, device: torch.device) -> Tensor:
         """The whole parameter, by its first name. The caller frees it before it asks for the next."""
@@ -81,11 +81,11 @@ def build_module(
     if shared := shared_storage(module):
         what = f"{spec.name}: '{shared[0]}' and '{shared[1]}' share memory without being one parameter"
         raise ModelError(what, "Make them one parameter under two names, or use a layout that shards nothing.")
-    source = _Kept(dict(named_tensors(module)))
+    initializer = _Kept(dict(named_tensors(module)))
     to_meta(module)
     why = f"({reason})" if reason else "(the workers' factories do not agree)"
     warning = f"{spec.name} is built whole in host memory by every worker before it is sharded {why}."
-    return BuiltModule(module, source, is_meta=True, warning=warning)
+    return BuiltModule(module, initializer, is_meta=True, warning=warning)
 
 
 def to_empty(module: nn.Module, device: torch.device) -> None:
@@ -94,13 +94,13 @@ def to_empty(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def init_targets(targets: Iterable[InitTarget], source: ParameterInitializer, device: torch.device) -> None:
+def init_targets(targets: Iterable[InitTarget], initializer: ParameterInitializer, device: torch.device) -> None:
     """Initialize every target. Draws each parameter once, whole, and frees it when its pieces are copied."""
     by_name: dict[str, list[InitTarget]] = {}
     for target in targets:
         by_name.setdefault(target.piece.name, []).append(target)
     for name, pieces in by_name.items():
-        whole = source.initial_value(name, device)
+        whole = initializer.initial_value(name, device)
         for target in pieces:
             target.tensor.copy_(narrow_to_piece(whole, target.piece))
         del whole
@@ -206,7 +206,7 @@ class _Kept:
         _copy_buffers(self, module)
 
 
-def _copy_buffers(source: ParameterInitializer, module: nn.Module) -> None:
+def _copy_buffers(initializer: ParameterInitializer, module: nn.Module) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            buffer.copy_(source.initial_value(name, buffer.device))
+            buffer.copy_(initializer.initial_value(name, buffer.device))

@@ -100,8 +100,8 @@ class OpTrace:
 class OpReplay:
     """Computes values of a program, one at a time. Between calls it holds only generator states (5 KB per draw)."""
 
-    def __init__(self, program: OpTrace) -> None:
-        self._program = program
+    def __init__(self, trace: OpTrace) -> None:
+        self._trace = trace
         self._states: list[Tensor] = []
         """States of the default generator: after seeding, then after each draw."""
 
@@ -110,31 +110,29 @@ class OpReplay:
 
         Peak memory: the value, what it is computed from, and the largest draw of the program before it.
         """
-        end = len(self._program.instructions) if before is None else before
-        positions = self._program.dependencies([view.storage], end)
+        end = len(self._trace.instructions) if before is None else before
+        positions = self._trace.dependencies([view.storage], end)
         with _generator_kept(), torch.no_grad():
-            self._meet(positions)
+            self._compute_states(positions)
             return self._tensor(view, self._run(positions, view.storage))
 
-    def _meet(self, positions: list[int]) -> None:
+    def _compute_states(self, positions: list[int]) -> None:
         """Find the generator states that the draws among these instructions start from."""
-        starts = (
-            self._program.draws[d].start for p in positions if (d := self._program.instructions[p].draw) is not None
-        )
+        starts = (self._trace.draws[d].start for p in positions if (d := self._trace.instructions[p].draw) is not None)
         last = max((start for start in starts if isinstance(start, int)), default=-1)
         if not self._states:
-            torch.manual_seed(self._program.seed)
+            torch.manual_seed(self._trace.seed)
             self._states.append(torch.get_rng_state())
         for number in range(len(self._states) - 1, last + 1):
-            position = self._program.draws[number].position
-            step = self._program.instructions[position]
-            storages = self._run(self._program.dependencies(step.reads, position), *step.reads)
+            position = self._trace.draws[number].position
+            step = self._trace.instructions[position]
+            storages = self._run(self._trace.dependencies(step.reads, position), *step.reads)
             self._step(step, storages)
             self._states.append(torch.get_rng_state())
 
     def _run(self, positions: list[int], *kept: int) -> Storages:
         """Run instructions in order; a storage is freed after the last of them that uses it."""
-        steps = [self._program.instructions[position] for position in positions]
+        steps = [self._trace.instructions[position] for position in positions]
         last = {storage: number for number, step in enumerate(steps) for storage in step.reads | step.writes}
         storages: Storages = {}
         for number, step in enumerate(steps):
@@ -146,7 +144,7 @@ class OpReplay:
 
     def _step(self, step: RecordedOp, storages: Storages) -> None:
         if step.draw is not None:
-            start = self._program.draws[step.draw].start
+            start = self._trace.draws[step.draw].start
             torch.set_rng_state(start if isinstance(start, Tensor) else self._states[start + 1])
         args, kwargs = tree_map_only(StorageView, lambda view: self._tensor(view, storages), (step.args, step.kwargs))
         made = tree_leaves(step.op(*args, **kwargs))
@@ -160,9 +158,9 @@ class OpReplay:
         return torch.empty(0, dtype=view.dtype).set_(storages[view.storage], view.offset, view.size, view.stride)
 
     def _fresh(self, storage: int) -> torch.UntypedStorage:
-        if storage in self._program.constants:
-            return self._program.constants[storage].clone().untyped_storage()
-        return torch.UntypedStorage(self._program.num_bytes[storage])
+        if storage in self._trace.constants:
+            return self._trace.constants[storage].clone().untyped_storage()
+        return torch.UntypedStorage(self._trace.num_bytes[storage])
 
     def _stored(self, tensor: Tensor, view: StorageView) -> torch.UntypedStorage:
         """An output's storage, with the recorded strides: kernels may lay out the same values differently."""

@@ -1,7 +1,7 @@
 """Executes this rank's part of a pipeline program.
 
-Runs the instructions exactly as ``facts.programs`` lowered and validated them. Hidden states and gradients are sent
-between ranks (``exchange``) and passed directly between two stages of one rank. Invariants: gradients are the sums that
+Runs the instructions exactly as ``facts.pipeline.programs`` lowered and validated them. Hidden states and gradients are
+sent between ranks (``p2p``) and passed directly between two stages of one rank. Invariants: gradients are the sums that
 a single process would compute, micro-batch by micro-batch in the same order; a stage holds the activations of a
 micro-batch from its forward to the end of its backward, no longer.
 """
@@ -38,14 +38,14 @@ def forward_only_program(
     placement: tuple[tuple[int, ...], ...], num_micro: int
 ) -> tuple[tuple[PipelineInstruction, ...], ...]:
     """The instructions of every rank; ``placement`` lists the stages of each."""
-    home = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    rank_of = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     rows: list[list[PipelineInstruction]] = [[] for _ in placement]
-    for wave in range(len(home) + num_micro - 1):
-        busy = [(stage, wave - stage) for stage in sorted(home) if 0 <= wave - stage < num_micro]
+    for wave in range(len(rank_of) + num_micro - 1):
+        busy = [(stage, wave - stage) for stage in sorted(rank_of) if 0 <= wave - stage < num_micro]
         for stage, micro in busy:
-            rows[home[stage]].append(PipelineInstruction("F", stage, micro))
+            rows[rank_of[stage]].append(PipelineInstruction("F", stage, micro))
         for stage, micro in busy:
-            sender, receiver = home[stage], home.get(stage + 1)
+            sender, receiver = rank_of[stage], rank_of.get(stage + 1)
             if receiver is not None and receiver != sender:
                 rows[sender].append(PipelineInstruction("SEND_F", stage, micro, receiver))
                 rows[receiver].append(PipelineInstruction("RECV_F", stage + 1, micro, sender))
@@ -60,9 +60,9 @@ class PipelineCallbacks(Protocol):
     """Callbacks with which a step or an evaluation supplies micro-batches to a pipeline and takes their losses.
 
     Call sequence, by the executor, for every micro-batch and each stage of this rank: ``before_forward``, in the first
-    stage ``enter``, in all of them ``beside``, the stage, in the last one ``leave``, all inside ``context``. Later,
-    outside of it, around every backward that adds to gradients of a stage: ``begin_backward`` and ``end_backward``.
-    Stage numbers here index this rank's own stages.
+    stage ``first_input``, in all of them ``shared_inputs``, the stage, in the last one ``loss_from_output``, all inside
+    ``context``. Later, outside of it, around every backward that adds to gradients of a stage: ``begin_backward`` and
+    ``end_backward``. Stage numbers here index this rank's own stages.
     """
 
     num_micro: int
@@ -124,20 +124,20 @@ class Pipeline:
         self.peak_in_flight: Counter[int] = Counter()
         """For each stage, the largest number of micro-batches whose activations it has held at once."""
         self.most_held = 0
-        """The same over all stages of this rank together; defined as in ``facts.timeline.peak_in_flight``."""
+        """The same over all stages of this rank together; defined as in ``facts.pipeline.timeline.peak_in_flight``."""
         self.channel.open()
 
-    def run(self, work: PipelineCallbacks) -> None:
+    def run(self, callbacks: PipelineCallbacks) -> None:
         """Forward and backward of all micro-batches of a step. All ranks of the pipeline call it together."""
-        program = self.program_of(work.num_micro)
-        _Run(self, work, program.num_stages).follow(program.ranks[self.group.rank])
+        program = self.program_of(callbacks.num_micro)
+        _Run(self, callbacks, program.num_stages).follow(program.ranks[self.group.rank])
 
-    def forward_only(self, work: PipelineCallbacks) -> None:
+    def forward_only(self, callbacks: PipelineCallbacks) -> None:
         """The losses alone, for evaluation: no activations are held, and stages take micro-batches as they arrive."""
         program = self.program_of(1)  # only for its placement, which is the same for any number of micro-batches
-        rows = forward_only_program(program.placement, work.num_micro)
+        rows = forward_only_program(program.placement, callbacks.num_micro)
         with torch.no_grad():
-            _Run(self, work, program.num_stages).follow(rows[self.group.rank])
+            _Run(self, callbacks, program.num_stages).follow(rows[self.group.rank])
 
 
 def open_pipeline(
@@ -156,12 +156,12 @@ def last_gradients(
     return {at.stage: at for at in instructions if at.kind in ("BW" if splits else "BI")}
 
 
-class _Door(torch.autograd.Function):
+class _Identity(torch.autograd.Function):
     """Identity on a stage's input: a unit may modify its input in place, which autograd forbids on a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, entrance: Tensor) -> Tensor:
-        return entrance.detach()
+    def forward(ctx: Any, stage_input: Tensor) -> Tensor:
+        return stage_input.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -172,27 +172,27 @@ class _Door(torch.autograd.Function):
 class _Held:
     """What a stage keeps of a micro-batch until its backward is done; the values of its output are not kept."""
 
-    entrance: Tensor | None
+    stage_input: Tensor | None
     """The stage's input, which accumulates the gradient for the previous stage; None where that needs none."""
     output: GradientEdge | None
     """None where no gradient comes back: nothing in this stage or before it is trained."""
-    form: HiddenStateMeta
+    meta: HiddenStateMeta
     rest: WeightBackward | None = None
 
-    def gradient_of_entrance(self) -> Tensor | None:
+    def input_gradient(self) -> Tensor | None:
         """Returned once. Zeros where the output does not depend on the input: the previous stage still waits for it."""
-        entrance, self.entrance = self.entrance, None
-        if entrance is None:
+        stage_input, self.stage_input = self.stage_input, None
+        if stage_input is None:
             return None
-        return torch.zeros_like(entrance) if entrance.grad is None else entrance.grad
+        return torch.zeros_like(stage_input) if stage_input.grad is None else stage_input.grad
 
 
 class _Run:
     """One step, or one wave of an evaluation, in progress."""
 
-    def __init__(self, pipeline: Pipeline, work: PipelineCallbacks, num_stages: int) -> None:
-        self._pipeline, self._work = pipeline, work
-        self._stages, self._exchange = pipeline.stages, pipeline.channel
+    def __init__(self, pipeline: Pipeline, callbacks: PipelineCallbacks, num_stages: int) -> None:
+        self._pipeline, self._callbacks = pipeline, callbacks
+        self._stages, self._channel = pipeline.stages, pipeline.channel
         self._local = {stage: number for number, stage in enumerate(pipeline.stages)}
         self._last_stage = num_stages - 1
         self._last: Mapping[int, PipelineInstruction] = {}
@@ -216,37 +216,39 @@ class _Run:
         self._last = last_gradients(instructions, splits=self._pipeline.splits)
         for instruction in instructions:
             self._acts[instruction.kind](instruction)
-        self._exchange.wait_all()
+        self._channel.wait_all()
 
     # Forward
 
     def _forward(self, at: PipelineInstruction) -> None:
-        module, work = self._stages[at.stage], self._work
-        entrance = self._entrance(at)
-        with work.context():
-            work.before_forward(self._local[at.stage], at.micro)
-            hidden = work.first_input(module, at.micro) if entrance is None else _opened(entrance)
-            output = module(hidden, work.shared_inputs(module, at.micro))
+        module, callbacks = self._stages[at.stage], self._callbacks
+        stage_input = self._stage_input(at)
+        with callbacks.context():
+            callbacks.before_forward(self._local[at.stage], at.micro)
+            hidden = callbacks.first_input(module, at.micro) if stage_input is None else _non_leaf(stage_input)
+            output = module(hidden, callbacks.shared_inputs(module, at.micro))
             if at.stage == self._last_stage:
-                output = work.loss_from_output(module, at.micro, output)
+                output = callbacks.loss_from_output(module, at.micro, output)
         if at.stage != self._last_stage:
             self._outputs[at.stage, at.micro] = output
         if torch.is_grad_enabled():
-            self._hold(at, entrance, output)
+            self._hold(at, stage_input, output)
 
-    def _entrance(self, at: PipelineInstruction) -> Tensor | None:
+    def _stage_input(self, at: PipelineInstruction) -> Tensor | None:
         """The stage's input, detached from the graph that computed it; None: the first stage fetches its own input."""
         if at.stage == 0:
             return None
         if at.stage - 1 in self._stages:
             given = self._outputs.pop((at.stage - 1, at.micro))
             return given.detach().requires_grad_(given.requires_grad)
-        return self._exchange.wait_receive(MessageKey("forward", at.stage - 1, at.micro))
+        return self._channel.wait_receive(MessageKey("forward", at.stage - 1, at.micro))
 
-    def _hold(self, at: PipelineInstruction, entrance: Tensor | None, output: Tensor) -> None:
-        wants_gradient = entrance is not None and entrance.requires_grad
+    def _hold(self, at: PipelineInstruction, stage_input: Tensor | None, output: Tensor) -> None:
+        wants_gradient = stage_input is not None and stage_input.requires_grad
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._held[at.stage, at.micro] = _Held(entrance if wants_gradient else None, edge, HiddenStateMeta.of(output))
+        self._held[at.stage, at.micro] = _Held(
+            stage_input if wants_gradient else None, edge, HiddenStateMeta.of(output)
+        )
         pipeline, num_held = self._pipeline, sum(stage == at.stage for stage, _ in self._held)
         pipeline.peak_in_flight[at.stage] = max(pipeline.peak_in_flight[at.stage], num_held)
         pipeline.most_held = max(pipeline.most_held, len(self._held))
@@ -264,11 +266,11 @@ class _Run:
     def _backward_input(self, at: PipelineInstruction) -> None:
         held, module = self._held[at.stage, at.micro], self._stages[at.stage]
         gradient = self._gradient(at, held)
-        halves = BackwardSplit() if held.output is None else plan_split(held.output, held.entrance)
+        split = BackwardSplit() if held.output is None else plan_split(held.output, held.stage_input)
         held.rest = WeightBackward()
         if held.output is not None:
-            with self._reducing(at) if halves.has_gradients_now else nullcontext(), suspend_fsdp_hooks(module):
-                held.rest = backward_input(held.output, gradient, held.entrance, halves)
+            with self._reducing(at) if split.has_gradients_now else nullcontext(), suspend_fsdp_hooks(module):
+                held.rest = backward_input(held.output, gradient, held.stage_input, split)
         held.output = None
         self._hand_back(at, held)
 
@@ -286,14 +288,14 @@ class _Run:
 
     def _gradient(self, at: PipelineInstruction, held: _Held) -> Tensor | None:
         """The gradient of the stage's output; None: the output is a loss, or no gradient comes back."""
-        if at.stage == self._last_stage or not held.form.wants_gradient:
+        if at.stage == self._last_stage or not held.meta.wants_gradient:
             return None
         if at.stage + 1 in self._stages:
             return self._gradients.pop((at.stage, at.micro))
-        return self._exchange.wait_receive(MessageKey("backward", at.stage, at.micro))
+        return self._channel.wait_receive(MessageKey("backward", at.stage, at.micro))
 
     def _hand_back(self, at: PipelineInstruction, held: _Held) -> None:
-        gradient = held.gradient_of_entrance()
+        gradient = held.input_gradient()
         if gradient is not None:
             self._gradients[at.stage - 1, at.micro] = gradient
 
@@ -301,44 +303,44 @@ class _Run:
     def _reducing(self, at: PipelineInstruction) -> Iterator[None]:
         """Wraps every computation that adds to gradients of a stage."""
         local = self._local[at.stage]
-        self._work.begin_backward(local, is_last=at == self._last[at.stage])
+        self._callbacks.begin_backward(local, is_last=at == self._last[at.stage])
         yield
-        self._work.end_backward(local)
+        self._callbacks.end_backward(local)
 
     # Messages; a boundary between stages has the number of the stage before it
 
     def _send_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         output = self._outputs.pop((at.stage, at.micro))
-        self._exchange.send_meta(at.stage, self._kind(at), HiddenStateMeta.of(output), at.peer)
-        self._exchange.send(MessageKey("forward", at.stage, at.micro), output, at.peer)
+        self._channel.send_meta(at.stage, self._kind(at), HiddenStateMeta.of(output), at.peer)
+        self._channel.send(MessageKey("forward", at.stage, at.micro), output, at.peer)
 
     def _receive_forward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
-        form = self._exchange.receive_meta(at.stage - 1, self._kind(at), at.peer)
-        self._exchange.post_receive(MessageKey("forward", at.stage - 1, at.micro), form, at.peer)
+        meta = self._channel.receive_meta(at.stage - 1, self._kind(at), at.peer)
+        self._channel.post_receive(MessageKey("forward", at.stage - 1, at.micro), meta, at.peer)
 
     def _send_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
         gradient = self._gradients.pop((at.stage - 1, at.micro), None)
         if gradient is not None:  # the previous stage also knows that it needs none
-            self._exchange.send(MessageKey("backward", at.stage - 1, at.micro), gradient, at.peer)
+            self._channel.send(MessageKey("backward", at.stage - 1, at.micro), gradient, at.peer)
 
     def _receive_backward(self, at: PipelineInstruction) -> None:
         assert at.peer is not None
-        form = self._held[at.stage, at.micro].form
-        if form.wants_gradient:
-            self._exchange.post_receive(
-                MessageKey("backward", at.stage, at.micro), replace(form, wants_gradient=False), at.peer
+        meta = self._held[at.stage, at.micro].meta
+        if meta.wants_gradient:
+            self._channel.post_receive(
+                MessageKey("backward", at.stage, at.micro), replace(meta, wants_gradient=False), at.peer
             )
 
     def _kind(self, at: PipelineInstruction) -> Hashable:
         """Hidden states of one kind have the same metadata. Evaluation is a kind of its own: it needs no gradients."""
-        return self._work.signature(at.micro), torch.is_grad_enabled()
+        return self._callbacks.signature(at.micro), torch.is_grad_enabled()
 
 
-def _opened(entrance: Tensor) -> Tensor:
-    return _Door.apply(entrance) if entrance.requires_grad else entrance  # type: ignore[no-untyped-call]
+def _non_leaf(stage_input: Tensor) -> Tensor:
+    return _Identity.apply(stage_input) if stage_input.requires_grad else stage_input  # type: ignore[no-untyped-call]
 
 
 def _nothing(at: PipelineInstruction) -> None:

@@ -2,9 +2,9 @@
 
 [Note: FSDP2 and halves] FSDP2 reduces a module's gradients and re-shards it when the backward reaches the module's
 input. In a backward split into two halves that moment comes in the first half, before there are weight gradients, and
-never in the second. So both halves run inside ``quietly``: gradients accumulate in the unsharded parameters. After the
-second half, ``settle`` does what FSDP2 does at the end of a backward, as the reducer has configured it: reduce or keep
-gradients, re-shard or stay unsharded, finish the step or continue it.
+never in the second. So both halves run inside ``suspend_fsdp_hooks``: gradients accumulate in the unsharded parameters.
+After the second half, ``finish_fsdp_backward`` does what FSDP2 does at the end of a backward, as the reducer has
+configured it: reduce or keep gradients, re-shard or stay unsharded, finish the step or continue it.
 
 Invariant: afterwards FSDP2 is in the state that a whole backward would have left it in.
 """

@@ -1,9 +1,9 @@
 """Point-to-point messages between pipeline ranks: hidden states forward, their gradients backward.
 
-Messages across one stage boundary arrive in the order they were sent. The first hidden state of a kind (the work's
-``signature``) is preceded by a header with its metadata; from then on both ends know it. The metadata also says whether
-the sender needs a gradient, so that both ends agree on what is not sent: an output that needs no gradient gets none.
-Invariant: a buffer lives until its message is complete, and the number of sends in flight is bounded.
+Messages across one stage boundary arrive in the order they were sent. The first hidden state of a kind (the
+callbacks' ``signature``) is preceded by a header with its metadata; from then on both ends know it. The metadata also
+says whether the sender needs a gradient, so that both ends agree on what is not sent: an output that needs no gradient
+gets none. Invariant: a buffer lives until its message is complete, and the number of sends in flight is bounded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MessageKey:
 
 
 @dataclass(slots=True)
-class _Parcel:
+class _Message:
     work: dist.Work
     tensor: Tensor
     wants_gradient: bool = False
@@ -90,28 +90,29 @@ class _Parcel:
 class P2PChannel:
     """One rank's messages along the pipeline axis. ``peer`` is a rank of that axis.
 
-    Call sequence, by the executor. Forward: the sender ``announce``s the metadata of what it then ``send``s; the
-    receiver calls ``form`` for it, ``post``s and later ``take``s. Backward: both know it already. Then ``finish``.
+    Call sequence, by the executor. Forward: the sender calls ``send_meta`` with the metadata of what it then ``send``s;
+    the receiver calls ``receive_meta``, ``post_receive`` and later ``wait_receive``. Backward: both know the metadata
+    already. Then ``wait_all``.
     """
 
     group: RankGroup
     device: torch.device
-    _forms: dict[tuple[int, Hashable], HiddenStateMeta] = field(default_factory=dict, init=False)
-    _underway: deque[_Parcel] = field(default_factory=deque, init=False)
-    _posted: dict[MessageKey, _Parcel] = field(default_factory=dict, init=False)
+    _metas: dict[tuple[int, Hashable], HiddenStateMeta] = field(default_factory=dict, init=False)
+    _in_flight: deque[_Message] = field(default_factory=deque, init=False)
+    _posted: dict[MessageKey, _Message] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
         """A collective: NCCL initializes a group in the first call that all its ranks make, not in a message."""
         self.group.sum(torch.zeros(1, device=self.device))
 
-    def send_meta(self, boundary: int, signature: Hashable, form: HiddenStateMeta, peer: int) -> None:
+    def send_meta(self, boundary: int, signature: Hashable, meta: HiddenStateMeta, peer: int) -> None:
         """Send the metadata the first time; later it must be the same."""
-        known = self._forms.setdefault((boundary, signature), form)
-        if known is form:
-            header = torch.tensor(form.encode(), dtype=torch.int64, device=self.device)
+        known = self._metas.setdefault((boundary, signature), meta)
+        if known is meta:
+            header = torch.tensor(meta.encode(), dtype=torch.int64, device=self.device)
             self._track(self._start(dist.isend, header, peer, boundary))
-        elif known != form:
-            what = f"stage {boundary} gave {form} for a micro-batch of the same shapes as one that gave {known}"
+        elif known != meta:
+            what = f"stage {boundary} gave {meta} for a micro-batch of the same shapes as one that gave {known}"
             fix = "A stage's output may depend only on the shapes of its micro-batch; freeze before the first step."
             raise ModelError(what, fix)
 
@@ -119,41 +120,41 @@ class P2PChannel:
         """Metadata of what the previous stage sends. Waits for the header the first time (also on CUDA: the host
         waits)."""
         key = (boundary, signature)
-        if key not in self._forms:
-            parcel = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
-            parcel.work.wait()
-            self._forms[key] = HiddenStateMeta.decode(parcel.tensor.tolist())
-        return self._forms[key]
+        if key not in self._metas:
+            message = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
+            message.work.wait()
+            self._metas[key] = HiddenStateMeta.decode(message.tensor.tolist())
+        return self._metas[key]
 
-    def send(self, letter: MessageKey, tensor: Tensor, peer: int) -> None:
-        self._track(self._start(dist.isend, tensor.detach().contiguous(), peer, letter.tag))
+    def send(self, key: MessageKey, tensor: Tensor, peer: int) -> None:
+        self._track(self._start(dist.isend, tensor.detach().contiguous(), peer, key.tag))
 
-    def post_receive(self, letter: MessageKey, form: HiddenStateMeta, peer: int) -> None:
+    def post_receive(self, key: MessageKey, meta: HiddenStateMeta, peer: int) -> None:
         """Post the receive."""
-        parcel = self._start(dist.irecv, self._empty(form.shape, form.dtype), peer, letter.tag)
-        parcel.wants_gradient = form.wants_gradient
-        self._posted[letter] = parcel
+        message = self._start(dist.irecv, self._empty(meta.shape, meta.dtype), peer, key.tag)
+        message.wants_gradient = meta.wants_gradient
+        self._posted[key] = message
 
-    def wait_receive(self, letter: MessageKey) -> Tensor:
+    def wait_receive(self, key: MessageKey) -> Tensor:
         """Wait for a posted receive (on CUDA the stream waits, not the host); returns a leaf of autograd."""
-        parcel = self._posted.pop(letter)
-        parcel.work.wait()
-        return parcel.tensor.requires_grad_(parcel.wants_gradient)
+        message = self._posted.pop(key)
+        message.work.wait()
+        return message.tensor.requires_grad_(message.wants_gradient)
 
     def wait_all(self) -> None:
         """Wait for all sends in flight."""
-        while self._underway:
-            self._underway.popleft().work.wait()
+        while self._in_flight:
+            self._in_flight.popleft().work.wait()
 
-    def _track(self, parcel: _Parcel) -> None:
-        self._underway.append(parcel)
-        while len(self._underway) > MAX_SENDS_IN_FLIGHT:
-            self._underway.popleft().work.wait()
+    def _track(self, message: _Message) -> None:
+        self._in_flight.append(message)
+        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
+            self._in_flight.popleft().work.wait()
 
-    def _start(self, act: object, tensor: Tensor, peer: int, tag: int) -> _Parcel:
+    def _start(self, act: object, tensor: Tensor, peer: int, tag: int) -> _Message:
         op = dist.P2POp(act, tensor, group=self.group.process_group, tag=tag, group_peer=peer)  # type: ignore[arg-type]
         (work,) = dist.batch_isend_irecv([op])
-        return _Parcel(work, tensor)
+        return _Message(work, tensor)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

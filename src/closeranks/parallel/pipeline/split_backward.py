@@ -66,14 +66,14 @@ class WeightBackward:
         return any(len(branch.roots) > 1 for branch in self.branches)
 
 
-def plan_split(output: GradientEdge, entrance: Tensor | None) -> BackwardSplit:
+def plan_split(output: GradientEdge, stage_input: Tensor | None) -> BackwardSplit:
     """Divide a graph into its two halves. Costs a walk over the graph on the host."""
-    if entrance is None:
+    if stage_input is None:
         return BackwardSplit(whole="second")
     before = _reversed_edges(output.node)
     if any(_kind(node).startswith("CompiledFunction") for node in before):
         return BackwardSplit(whole="first")
-    spine = _closure(get_gradient_edge(entrance).node, before)
+    spine = _closure(get_gradient_edge(stage_input).node, before)
     if output.node not in spine:
         return BackwardSplit(whole="second")
     groups = _grouped({root: leaves for root in spine if (leaves := _leaves(root, spine))})
@@ -82,17 +82,17 @@ def plan_split(output: GradientEdge, entrance: Tensor | None) -> BackwardSplit:
 
 
 def backward_input(
-    output: GradientEdge, gradient: Tensor | None, entrance: Tensor | None, plan: BackwardSplit
+    output: GradientEdge, gradient: Tensor | None, stage_input: Tensor | None, plan: BackwardSplit
 ) -> WeightBackward:
-    """The first half; the gradient of ``entrance`` goes to its ``.grad``. A ``gradient`` of None is a loss's: 1."""
-    if entrance is None or plan.whole == "second":
+    """The first half; the gradient of ``stage_input`` goes to its ``.grad``. A ``gradient`` of None is a loss's: 1."""
+    if stage_input is None or plan.whole == "second":
         return WeightBackward(whole=(output, gradient))
     if plan.whole == "first":
         _backward({output: gradient})
         return WeightBackward()
     handles = [root.register_prehook(_noting(branch.noted, root)) for branch in plan.later for root in branch.roots]
     try:
-        wanted = [get_gradient_edge(entrance), *(GradientEdge(leaf, 0) for leaf in plan.now)]
+        wanted = [get_gradient_edge(stage_input), *(GradientEdge(leaf, 0) for leaf in plan.now)]
         _backward({output: gradient}, wanted, retain_graph=bool(plan.later))
     finally:
         for handle in handles:

@@ -50,12 +50,12 @@ def stage_ranges(costs: Sequence[float], layout: Layout) -> tuple[range, ...]:
 
 
 def split_into_stages(
-    module: nn.Module, chain: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]
+    module: nn.Module, spec: PipelineSpec, ranges: Sequence[range], mine: Sequence[int]
 ) -> RankStages:
     """Stages ``mine`` of the ``ranges`` of units. The given module is not changed; the caller frees it."""
-    _refuse_what_no_unit_holds(module, chain.units)
-    stages = {stage: _stage(module, chain, ranges[stage]) for stage in sorted(mine)}
-    return RankStages(stages, tied_across_stages(module, chain.units, ranges))
+    _refuse_what_no_unit_holds(module, spec.units)
+    stages = {stage: _stage(module, spec, ranges[stage]) for stage in sorted(mine)}
+    return RankStages(stages, tied_across_stages(module, spec.units, ranges))
 
 
 def tied_across_stages(module: nn.Module, units: Sequence[str], ranges: Sequence[range]) -> tuple[TiedParameter, ...]:
@@ -88,17 +88,17 @@ def _refuse_what_no_unit_holds(module: nn.Module, units: Sequence[str]) -> None:
             raise ModelError(what, "Move it into a module that the chain names, or use pipeline=1.")
 
 
-def _stage(module: nn.Module, chain: PipelineSpec, own: range) -> nn.Module:
-    kept = {chain.units[number] for number in own}
-    skeleton = _Skeleton(module, [unit for unit in dict.fromkeys(chain.units) if unit not in kept])
+def _stage(module: nn.Module, spec: PipelineSpec, own: range) -> nn.Module:
+    kept = {spec.units[number] for number in own}
+    skeleton = _Skeleton(module, [unit for unit in dict.fromkeys(spec.units) if unit not in kept])
     # Set on the instance: the class stays, and hooks on the stage (FSDP2's) still run around forward.
-    skeleton.root.forward = partial(_run_units, chain, skeleton.root, own)
+    skeleton.root.forward = partial(_run_units, spec, skeleton.root, own)
     return skeleton.root
 
 
-def _run_units(chain: PipelineSpec, stage: nn.Module, own: range, hidden: Tensor, beside: Any = None) -> Tensor:
+def _run_units(spec: PipelineSpec, stage: nn.Module, own: range, hidden: Tensor, shared_inputs: Any = None) -> Tensor:
     for number in own:
-        hidden = chain.run_unit(stage, number, hidden, beside)
+        hidden = spec.run_unit(stage, number, hidden, shared_inputs)
     return hidden
 
 

@@ -22,7 +22,8 @@ from closeranks.core.errors import ModelError
 from closeranks.parallel.process_group import RankGroup
 
 SEQUENCE = 1
-"""The dim of activations [batch, positions, features] that ``gather`` concatenates and ``scatter`` splits."""
+"""The dim of activations [batch, positions, features] that ``all_gather`` concatenates and ``reduce_scatter``
+splits."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,17 @@ class TensorAxisGroup:
 
 def copy(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """Identity in forward, for a tensor that every rank reads whole; the gradient is all-reduced."""
-    return _crossed(_Copy, tensor, axis.name)
+    return _apply(_Copy, tensor, axis.name)
 
 
 def all_reduce(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """All-reduce partial sums: every rank gets the total. Identity in backward."""
-    return _crossed(_Sum, tensor, axis.name)
+    return _apply(_Sum, tensor, axis.name)
 
 
 def all_gather(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -> Tensor:
     """All-gather shards of a sequence on every rank; the gradient is reduce-scattered."""
-    return _crossed(_Gather, tensor, dim, axis.size, axis.name)
+    return _apply(_Gather, tensor, dim, axis.size, axis.name)
 
 
 def reduce_scatter(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -> Tensor:
@@ -68,12 +69,12 @@ def reduce_scatter(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -
     if tensor.shape[dim] % axis.size:
         what = f"{tensor.shape[dim]} positions of a sample do not split over {axis.size} tensor ranks"
         raise ModelError(what, f"Set data.seq_len to a multiple of {axis.size}.")
-    return _crossed(_Scatter, tensor, dim, axis.size, axis.name)
+    return _apply(_Scatter, tensor, dim, axis.size, axis.name)
 
 
 def all_gather_last_dim(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """All-gather shards of the last dim, for a tensor from which all ranks then compute the same values."""
-    return _crossed(_Whole, tensor, axis.rank, axis.size, axis.name)
+    return _apply(_Whole, tensor, axis.rank, axis.size, axis.name)
 
 
 ACTIVATION_COLLECTIVES: dict[str, Callable[[Tensor, TensorAxisGroup], Tensor]] = {
@@ -83,12 +84,12 @@ ACTIVATION_COLLECTIVES: dict[str, Callable[[Tensor, TensorAxisGroup], Tensor]] =
     "scatter": reduce_scatter,
     "whole": all_gather_last_dim,
 }
-"""By the names that ``core.protocols.Crossing`` uses."""
+"""By the names that ``core.protocols.ActivationCollectives`` uses."""
 
 
-def _crossed(function: Any, *arguments: Any) -> Tensor:
-    crossed: Tensor = function.apply(*arguments)
-    return crossed
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
 
 
 class _Copy(torch.autograd.Function):
@@ -115,34 +116,34 @@ class _Sum(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
-        ctx.place = (dim, size, name)
+        ctx.arguments = (dim, size, name)
         return _all_gather(tensor, dim, size, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scatter(gradients[0], *ctx.place), None, None, None
+        return _reduce_scatter(gradients[0], *ctx.arguments), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
-        ctx.place = (dim, size, name)
+        ctx.arguments = (dim, size, name)
         return _reduce_scatter(tensor, dim, size, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_gather(gradients[0], *ctx.place), None, None, None
+        return _all_gather(gradients[0], *ctx.arguments), None, None, None
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, size: int, name: str) -> Tensor:
-        ctx.place = (rank, size)
+        ctx.arguments = (rank, size)
         return _all_gather(tensor, tensor.ndim - 1, size, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        rank, size = ctx.place
+        rank, size = ctx.arguments
         width = gradients[0].shape[-1] // size
         return gradients[0].narrow(-1, rank * width, width), None, None, None
 
@@ -154,10 +155,10 @@ def _all_reduce(tensor: Tensor, operation: str, name: str) -> Tensor:
 
 def _all_gather(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
     """The collective concatenates along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
-    shares = _arrived(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))
+    shards = _arrived(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))
     if dim == 0:
-        return shares
-    parted: Tensor = shares.unflatten(0, (size, tensor.shape[0]))
+        return shards
+    parted: Tensor = shards.unflatten(0, (size, tensor.shape[0]))
     return parted.movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -1,11 +1,11 @@
 """Tensor parallelism: replaces a module's parameters by this rank's shards along the tensor axis.
 
-``cuts`` decides; here each parameter is replaced by its shard, and hooks add the activation collectives around modules.
-Shards are ordinary parameters of smaller shapes, so later transforms need not know of the axis. Invariant: names stay,
-tied parameters stay tied, and all ranks together compute what the whole module computes.
+``sharding_plan`` decides; here each parameter is replaced by its shard, and hooks add the activation collectives around
+modules. Shards are ordinary parameters of smaller shapes, so later transforms need not know of the axis. Invariant:
+names stay, tied parameters stay tied, and all ranks together compute what the whole module computes.
 
 [Note: tensor_axis] A module that must know its rank on the axis (a loss over a shard of the vocabulary, dropout on a
-shard of the sequence) has an attribute ``tensor_axis`` that is None; ``split`` sets it to a ``crossings.Axis``.
+shard of the sequence) has an attribute ``tensor_axis`` that is None; ``shard_module`` sets it to a ``TensorAxisGroup``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class TensorShard:
 
 
 def shard_module(
-    module: nn.Module, rules: Sequence[ShardingRule], crossings: Sequence[ActivationCollectives], group: RankGroup
+    module: nn.Module,
+    rules: Sequence[ShardingRule],
+    activation_collectives: Sequence[ActivationCollectives],
+    group: RankGroup,
 ) -> dict[str, TensorShard]:
     """Shard ``module`` in place, on the meta device or with its values, and return the shard of each parameter.
 
@@ -55,28 +58,30 @@ def shard_module(
     if not rules:
         fix = "Use layout.tensor = 1, or say under [model] tensor which weights split along which dim."
         raise ModelError("this model does not say how it splits along the tensor axis", fix)
-    listed = list_parameters(module)
-    planned = plan_sharding(listed, [name for name, _ in module.named_modules()], rules, crossings, group.size)
+    entries = list_parameters(module)
+    planned = plan_sharding(
+        entries, [name for name, _ in module.named_modules()], rules, activation_collectives, group.size
+    )
     axis = TensorAxisGroup.of(group)
-    shares = {one.name: _share(one, planned.shardings[one.name], axis) for one in listed if not one.tied_to}
-    _replace(module, listed, planned.shardings, shares, axis)
-    for name, crossing in planned.activation_collectives.items():
-        _install(module.get_submodule(name), crossing, axis)
+    shards = {one.name: _shard(one, planned.shardings[one.name], axis) for one in entries if not one.tied_to}
+    _replace(module, entries, planned.shardings, shards, axis)
+    for name, collectives in planned.activation_collectives.items():
+        _install(module.get_submodule(name), collectives, axis)
     for part in module.modules():
         if getattr(part, "tensor_axis", axis) is None:  # [Note: tensor_axis]
             part.tensor_axis = axis  # type: ignore[assignment]  # any attribute may be set on a module
-    return shares
+    return shards
 
 
 def list_parameters(module: nn.Module) -> list[ParameterEntry]:
     """Every parameter under each of its names, in the order of the module."""
-    listed: list[ParameterEntry] = []
+    entries: list[ParameterEntry] = []
     first: dict[Tensor, str] = {}
-    for place, owner in module.named_modules():
+    for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
                 continue
-            name = f"{place}.{attribute}" if place else attribute
+            name = f"{path}.{attribute}" if path else attribute
             first_name = first.setdefault(parameter, name)
             kind, is_plain = _kind_of(owner)
             one = ParameterEntry(
@@ -88,8 +93,8 @@ def list_parameters(module: nn.Module) -> list[ParameterEntry]:
                 has_bias=getattr(owner, "bias", None) is not None,
                 tied_to="" if first_name == name else first_name,
             )
-            listed.append(one)
-    return listed
+            entries.append(one)
+    return entries
 
 
 def _kind_of(owner: nn.Module) -> tuple[OwnerKind, bool]:
@@ -103,28 +108,28 @@ def _kind_of(owner: nn.Module) -> tuple[OwnerKind, bool]:
     return "fixed" if torchs_own else "own", False
 
 
-def _share(one: ParameterEntry, cut: ParameterSharding, axis: TensorAxisGroup) -> TensorShard:
+def _shard(one: ParameterEntry, sharding: ParameterSharding, axis: TensorAxisGroup) -> TensorShard:
     piece = Piece.whole(one.name, one.shape)
-    if cut.dim is None:
-        return TensorShard(piece, is_primary=axis.rank == 0, is_partial=cut.is_partial)
-    return TensorShard(piece.shard(cut.dim, axis.rank, axis.size))
+    if sharding.dim is None:
+        return TensorShard(piece, is_primary=axis.rank == 0, is_partial=sharding.is_partial)
+    return TensorShard(piece.shard(sharding.dim, axis.rank, axis.size))
 
 
 def _replace(
     module: nn.Module,
-    listed: Sequence[ParameterEntry],
-    cuts: Mapping[str, ParameterSharding],
-    shares: Mapping[str, TensorShard],
+    entries: Sequence[ParameterEntry],
+    shardings: Mapping[str, ParameterSharding],
+    shards: Mapping[str, TensorShard],
     axis: TensorAxisGroup,
 ) -> None:
     made: dict[str, nn.Parameter] = {}
-    for one in listed:
-        dim, first_name = cuts[one.name].dim, one.tied_to or one.name
+    for one in entries:
+        dim, first_name = shardings[one.name].dim, one.tied_to or one.name
         if dim is None:
             continue
         owner, attribute = module.get_submodule(one.owner), one.name.rpartition(".")[2]
         if first_name not in made:
-            made[first_name] = _local(owner.get_parameter(attribute), shares[first_name].piece, dim)
+            made[first_name] = _local(owner.get_parameter(attribute), shards[first_name].piece, dim)
         setattr(owner, attribute, made[first_name])
         if one.is_weight and one.kind in _ADAPT:
             _ADAPT[one.kind](owner, dim, axis)
@@ -132,8 +137,8 @@ def _replace(
 
 def _local(whole: nn.Parameter, piece: Piece, dim: int) -> nn.Parameter:
     """A copy, so that the whole parameter can be freed; on the meta device there is nothing to copy."""
-    share = whole.detach().narrow(dim, piece.start[dim], piece.size[dim])
-    return nn.Parameter(share.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+    shard = whole.detach().narrow(dim, piece.start[dim], piece.size[dim])
+    return nn.Parameter(shard.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
 
 
 def _adapt_linear(owner: nn.Module, dim: int, axis: TensorAxisGroup) -> None:
@@ -167,11 +172,11 @@ class _RowLinear(nn.Linear):
     The class of an existing module is changed to this one, so that its hooks, its name and references to it stay valid.
     """
 
-    leave: Callable[[Tensor, TensorAxisGroup], Tensor]
+    on_output: Callable[[Tensor, TensorAxisGroup], Tensor]
     axis: TensorAxisGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        total = self.leave(F.linear(input, self.weight), self.axis)
+        total = self.on_output(F.linear(input, self.weight), self.axis)
         return total + self.bias.to(total.dtype)
 
 
@@ -194,21 +199,21 @@ class _VocabularyEmbedding(nn.Embedding):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-def _install(module: nn.Module, crossing: ActivationCollectives, axis: TensorAxisGroup) -> None:
-    if crossing.on_input:
+def _install(module: nn.Module, collectives: ActivationCollectives, axis: TensorAxisGroup) -> None:
+    if collectives.on_input:
         module.register_forward_pre_hook(
-            partial(_enter, ACTIVATION_COLLECTIVES[crossing.on_input], axis), with_kwargs=True
+            partial(_apply_to_input, ACTIVATION_COLLECTIVES[collectives.on_input], axis), with_kwargs=True
         )
-    if not crossing.on_output:
+    if not collectives.on_output:
         return
     if isinstance(module, _RowLinear):
-        module.leave, module.axis = ACTIVATION_COLLECTIVES[crossing.on_output], axis
+        module.on_output, module.axis = ACTIVATION_COLLECTIVES[collectives.on_output], axis
     else:
-        module.register_forward_hook(partial(_leave, ACTIVATION_COLLECTIVES[crossing.on_output], axis))
+        module.register_forward_hook(partial(_apply_to_output, ACTIVATION_COLLECTIVES[collectives.on_output], axis))
 
 
-def _enter(
-    cross: Callable[[Tensor, TensorAxisGroup], Tensor],
+def _apply_to_input(
+    collective: Callable[[Tensor, TensorAxisGroup], Tensor],
     axis: TensorAxisGroup,
     module: nn.Module,
     arguments: tuple[Any, ...],
@@ -216,13 +221,13 @@ def _enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply the collective to the first argument; others (rotary tables, masks) are the same on every rank."""
     if arguments:
-        return (cross(arguments[0], axis), *arguments[1:]), named
+        return (collective(arguments[0], axis), *arguments[1:]), named
     first = next(iter(named))
-    return arguments, {**named, first: cross(named[first], axis)}
+    return arguments, {**named, first: collective(named[first], axis)}
 
 
-def _leave(
-    cross: Callable[[Tensor, TensorAxisGroup], Tensor],
+def _apply_to_output(
+    collective: Callable[[Tensor, TensorAxisGroup], Tensor],
     axis: TensorAxisGroup,
     module: nn.Module,
     arguments: tuple[Any, ...],
@@ -230,8 +235,8 @@ def _leave(
 ) -> Any:
     """Apply the collective to the output, or to the first of several."""
     if isinstance(output, tuple):
-        return (cross(output[0], axis), *output[1:])
-    return cross(output, axis)
+        return (collective(output[0], axis), *output[1:])
+    return collective(output, axis)
 
 
 @contextmanager
@@ -243,19 +248,19 @@ def explain_sharding_errors(pieces: Iterable[Piece]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = explain_sharding_error(error, pieces)
-        if told is None:
+        explained = explain_sharding_error(error, pieces)
+        if explained is None:
             raise
-        raise told from error
+        raise explained from error
 
 
 # What torch says about tensor shapes; nothing that a broken collective would say, since the run recovers from those.
-_MISFIT = re.compile(r"shape|size of tensor|sizes of tensors|must match|input of size", re.IGNORECASE)
+_SHAPE_ERROR = re.compile(r"shape|size of tensor|sizes of tensors|must match|input of size", re.IGNORECASE)
 
 
 def explain_sharding_error(error: RuntimeError, pieces: Iterable[Piece]) -> ModelError | None:
     """The likely cause of a shape error in a sharded model; None where it is no such error."""
-    if not _MISFIT.search(str(error)):
+    if not _SHAPE_ERROR.search(str(error)):
         return None
     numbers = {int(number) for number in re.findall(r"\d+", str(error))}
     for piece in pieces:
