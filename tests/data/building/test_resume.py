@@ -17,7 +17,7 @@ from closeranks.core.errors import DataError, RunFailed, SetupError
 from closeranks.data.building import build
 from closeranks.data.building.build import BuildReporter, BuildRequest, BuildSummary, build_shards
 from closeranks.data.building.journal import BuildJournal, OutputFolderState, decide, differences
-from closeranks.data.building.worker_pool import _deaf_to_interrupts
+from closeranks.data.building.worker_pool import _ignoring_interrupts
 from tests.cli.data.calling import data
 from tests.data.building.material import contents, json_lines, rows, texts_folder
 
@@ -170,7 +170,7 @@ def test_ctrl_c_says_how_to_go_on(inputs: tuple[str, ...], undisturbed: dict[str
 
 def test_processes_of_a_build_are_deaf_to_ctrl_c_from_their_birth() -> None:
     """A handler of their own would come too late: what an interpreter imports takes a while."""
-    with _deaf_to_interrupts():
+    with _ignoring_interrupts():
         code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('goes on')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
@@ -181,7 +181,7 @@ def test_ctrl_c_while_processes_start_waits_until_they_can_be_ended() -> None:
     started = []
 
     def start() -> None:
-        with _deaf_to_interrupts():
+        with _ignoring_interrupts():
             signal.raise_signal(signal.SIGINT)
             started.append(True)
 
@@ -200,7 +200,7 @@ def test_ctrl_c_before_anything_is_built_is_one_line(
     said = data("build", *inputs, "--out", tmp_path / "out")
     assert (said.code, said.out) == (130, "")
     assert said.err == "closeranks: interrupted before anything was built. Run the same command again.\n"
-    monkeypatch.setattr(build, "_looked_at", interrupted)
+    monkeypatch.setattr(build, "_inspect", interrupted)
     said = data("build", *inputs, "--out", tmp_path / "out")
     assert (said.code, said.err) == (130, "closeranks: interrupted\n")
 

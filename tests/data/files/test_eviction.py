@@ -21,7 +21,7 @@ FILES = NAMES.flatmap(
 
 @given(files=FILES, wanted=NAMES)
 def test_what_is_needed_now_may_take_the_place_of_anything(files: tuple[CachedFile, ...], wanted: list[str]) -> None:
-    order = eviction_order(files, wanted, NOW, is_ahead=False)
+    order = eviction_order(files, wanted, NOW, is_prefetch=False)
     assert sorted(order, key=repr) == sorted(files, key=repr)
 
 
@@ -29,17 +29,17 @@ def test_what_is_needed_now_may_take_the_place_of_anything(files: tuple[CachedFi
 def test_what_is_fetched_ahead_spares_all_that_is_needed_sooner(
     files: tuple[CachedFile, ...], wanted: list[str]
 ) -> None:
-    order = eviction_order(files, wanted, NOW, is_ahead=True)
+    order = eviction_order(files, wanted, NOW, is_prefetch=True)
     assert not {file.name for file in order} & set(wanted)
     assert all(file.was_used or NOW - file.stamped_at >= AHEAD_S for file in order)
-    assert order == eviction_order(files, wanted, NOW, is_ahead=False)[: len(order)], "the same go first either way"
+    assert order == eviction_order(files, wanted, NOW, is_prefetch=False)[: len(order)], "the same go first either way"
     assert order == sorted(order, key=lambda file: file.stamped_at), "used longest ago, first to go"
 
 
 @given(files=FILES, wanted=NAMES)
 def test_of_what_is_needed_that_needed_latest_goes_first(files: tuple[CachedFile, ...], wanted: list[str]) -> None:
-    first = len(eviction_order(files, wanted, NOW, is_ahead=True))
-    rest = eviction_order(files, wanted, NOW, is_ahead=False)[first:]
+    first = len(eviction_order(files, wanted, NOW, is_prefetch=True))
+    rest = eviction_order(files, wanted, NOW, is_prefetch=False)[first:]
     assert [file.stamped_at for file in rest] == sorted((file.stamped_at for file in rest), reverse=True)
 
 

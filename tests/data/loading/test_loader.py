@@ -314,9 +314,9 @@ def test_a_fast_loader_is_not_waited_for() -> None:
 
 
 def until_ready(loader: Loader) -> None:
-    assert loader._ahead is not None
+    assert loader._prefetch_thread is not None
     deadline = time.monotonic() + 30
-    while loader._ahead._ready.empty():
+    while loader._prefetch_thread._ready.empty():
         assert time.monotonic() < deadline
         time.sleep(0)
 

@@ -25,11 +25,11 @@ class Way:
         self.outbox, self.inbox = SharedBatchWriter(), SharedBatchReader()
 
     def send(self, value: Any) -> Any:
-        parcel, fd = self.outbox.put(value)
+        ref, fd = self.outbox.put(value)
         if fd is not None:
-            self.inbox.add(parcel.slot, fd)
+            self.inbox.add(ref.slot, fd)
             os.close(fd)
-        return self.inbox.take(parcel)
+        return self.inbox.take(ref)
 
     def free(self) -> list[int]:
         freed = []

@@ -1,4 +1,4 @@
-"""Processes that read: one nursery serves all tests here, since importing torch takes seconds."""
+"""Processes that read: one fork server serves all tests here, since importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServerClient]:
+def fork_server() -> Iterator[ForkServerClient]:
     one = ForkServerClient()
     yield one
     assert processes_of(one) == []
@@ -57,21 +57,21 @@ def plan_of(source: CountingSource, steps: int = STEPS, known: Any = None, **set
 
 
 @contextlib.contextmanager
-def crew_of(plan: ReadPlan, nursery: ForkServerClient, step: int = 0) -> Iterator[LoaderWorkerPool]:
-    crew = LoaderWorkerPool(plan, step, nursery)
+def pool_of(plan: ReadPlan, fork_server: ForkServerClient, step: int = 0) -> Iterator[LoaderWorkerPool]:
+    pool = LoaderWorkerPool(plan, step, fork_server)
     try:
-        yield crew
+        yield pool
     finally:
-        crew.close()
+        pool.close()
 
 
-def all_of(plan: ReadPlan, nursery: ForkServerClient, step: int = 0) -> list[list[LoadedBatch]]:
-    with crew_of(plan, nursery, step) as crew:
-        return [crew.read(later) for later in range(step, plan.schedule.num_steps)]
+def all_of(plan: ReadPlan, fork_server: ForkServerClient, step: int = 0) -> list[list[LoadedBatch]]:
+    with pool_of(plan, fork_server, step) as pool:
+        return [pool.read(later) for later in range(step, plan.schedule.num_steps)]
 
 
-def processes_of(nursery: ForkServerClient) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children").read_text().split()]
+def processes_of(fork_server: ForkServerClient) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{fork_server.pid}/task/{fork_server.pid}/children").read_text().split()]
 
 
 def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -90,11 +90,11 @@ def ids(loaded: list[LoadedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 0), (1, 1), (3, 1), (3, 4)])
-def test_processes_read_what_the_rank_itself_would(nursery: ForkServerClient, workers: int, prefetch: int) -> None:
+def test_processes_read_what_the_rank_itself_would(fork_server: ForkServerClient, workers: int, prefetch: int) -> None:
     plan = plan_of(CountingSource(20), workers=workers, prefetch=prefetch)
     reader = BatchReader(plan, 0)
     alone = [reader.read(step) for step in range(STEPS)]
-    read = all_of(plan, nursery)
+    read = all_of(plan, fork_server)
     assert [ids(step) for step in read] == [ids(step) for step in alone]
     assert [[one.micro_batch for one in step] for step in read] == [[one.micro_batch for one in s] for s in alone]
     assert all(
@@ -102,52 +102,52 @@ def test_processes_read_what_the_rank_itself_would(nursery: ForkServerClient, wo
         for s, t in zip(read, alone, strict=True)
         for a, b in zip(s, t, strict=True)
     )
-    assert [ids(step) for step in all_of(plan, nursery, step=3)] == [ids(step) for step in alone[3:]]
-    assert processes_of(nursery) == []
+    assert [ids(step) for step in all_of(plan, fork_server, step=3)] == [ids(step) for step in alone[3:]]
+    assert processes_of(fork_server) == []
 
 
-def test_batches_of_any_kind_and_size_arrive(nursery: ForkServerClient) -> None:
+def test_batches_of_any_kind_and_size_arrive(fork_server: ForkServerClient) -> None:
     """Some are sixty times the size of others."""
     plan = plan_of(MixedSource(20), workers=2)
     reader = BatchReader(plan, 0)
-    for step, read in enumerate(all_of(plan, nursery)):
+    for step, read in enumerate(all_of(plan, fork_server)):
         for one, other in zip(read, reader.read(step), strict=True):
             for name in ("id", "wide", "half", "is_even", "strided", "empty"):
                 assert torch.equal(one.batch[name], other.batch[name])
             assert one.batch["text"] == other.batch["text"]
 
 
-def test_batches_stay_valid_after_the_crew_is_gone(nursery: ForkServerClient) -> None:
+def test_batches_stay_valid_after_the_crew_is_gone(fork_server: ForkServerClient) -> None:
     plan = plan_of(CountingSource(20), steps=12, workers=2)
-    read = all_of(plan, nursery)
+    read = all_of(plan, fork_server)
     assert [ids(step) for step in read] == [ids(BatchReader(plan, step).read(step)) for step in range(12)]
 
 
-def test_memory_is_bounded_by_what_is_read_ahead(nursery: ForkServerClient) -> None:
+def test_memory_is_bounded_by_what_is_read_ahead(fork_server: ForkServerClient) -> None:
     plan = plan_of(CountingSource(20), steps=60, workers=2, prefetch=2)
-    with crew_of(plan, nursery) as crew:
+    with pool_of(plan, fork_server) as pool:
         for step in range(60):
-            crew.read(step)
-        num_slots = sum(len(process.inbox._slots) for process in crew._processes)
+            pool.read(step)
+        num_slots = sum(len(process.batches._slots) for process in pool._processes)
         assert num_slots <= (2 + 1 + 1) * 4  # ahead, asked for, and not yet let go of
 
 
-def test_nobody_reads_further_ahead_than_told(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_nobody_reads_further_ahead_than_told(fork_server: ForkServerClient, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.touch()
-    with crew_of(plan_of(LoggedSource(20, str(path)), steps=20, workers=2, prefetch=2), nursery) as crew:
+    with pool_of(plan_of(LoggedSource(20, str(path)), steps=20, workers=2, prefetch=2), fork_server) as pool:
         for step in range(20):
             allowed = 4 * min(20, step + 2)
             until(lambda most=allowed: len(path.read_text()) >= most)  # type: ignore[misc]
             assert len(path.read_text()) == allowed
-            crew.read(step)
+            pool.read(step)
 
 
-def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery: ForkServerClient) -> None:
+def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(fork_server: ForkServerClient) -> None:
     drawn = [
         [
             one.batch["drawn"][0].tolist()
-            for step in all_of(plan_of(DrawingSource(20), workers=workers), nursery)
+            for step in all_of(plan_of(DrawingSource(20), workers=workers), fork_server)
             for one in step
         ]
         for workers in (1, 3)
@@ -156,28 +156,28 @@ def test_what_a_dataset_draws_does_not_depend_on_the_number_of_processes(nursery
     assert len({tuple(values) for values in drawn[0]}) == STEPS * 4
 
 
-def test_arrays_of_a_dataset_in_memory_are_the_processes_own(nursery: ForkServerClient) -> None:
+def test_arrays_of_a_dataset_in_memory_are_the_processes_own(fork_server: ForkServerClient) -> None:
     source = HeldSource(20)
     before = source.array.copy()
-    for step in all_of(plan_of(source, workers=1), nursery):
+    for step in all_of(plan_of(source, workers=1), fork_server):
         for one in step:
             assert torch.equal(one.batch["tensor"], source.tensor[one.batch["id"]])
     assert (source.array == before).all()
 
 
-def test_bad_samples_are_told(nursery: ForkServerClient) -> None:
+def test_bad_samples_are_told(fork_server: ForkServerClient) -> None:
     known = {7: BadSample(7, "there", "known")}
     plan = plan_of(StoredSource(20, damaged=(3,), nan=(11,)), known=known, workers=2, on_bad="skip")
     reader = BatchReader(plan, 0)
-    for step, read in enumerate(all_of(plan, nursery)):
+    for step, read in enumerate(all_of(plan, fork_server)):
         alone = reader.read(step)
         assert [one.skipped for one in read] == [one.skipped for one in alone]
         assert [one.micro_batch for one in read] == [one.micro_batch for one in alone]
         assert ids(read) == ids(alone)
 
 
-def test_times_come_along(nursery: ForkServerClient) -> None:
-    read = all_of(plan_of(SlowSource(20, "decode", 0.01), steps=2, workers=2), nursery)
+def test_times_come_along(fork_server: ForkServerClient) -> None:
+    read = all_of(plan_of(SlowSource(20, "decode", 0.01), steps=2, workers=2), fork_server)
     assert all(one.times.decode_s >= 0.01 for step in read for one in step)
 
 
@@ -194,14 +194,14 @@ def test_times_come_along(nursery: ForkServerClient) -> None:
     ],
 )
 def test_an_error_comes_at_its_step_with_its_traceback_and_ever_after(
-    nursery: ForkServerClient, error: BaseException, kind: type[CloseranksError], match: str
+    fork_server: ForkServerClient, error: BaseException, kind: type[CloseranksError], match: str
 ) -> None:
     bad = sample_at(plan_of(CountingSource(40)), 1, 2)
-    with crew_of(plan_of(FailingSource(40, bad, error), workers=3), nursery) as crew:
-        assert len(crew.read(0)) == 4
+    with pool_of(plan_of(FailingSource(40, bad, error), workers=3), fork_server) as pool:
+        assert len(pool.read(0)) == 4
         for _ in range(2):
             with pytest.raises(kind, match=match) as caught:
-                crew.read(1)
+                pool.read(1)
             cause = caught.value.__cause__
             assert isinstance(cause, RemoteTraceback)
             assert "in process 1 of 3 that read failing\n" in str(cause)
@@ -212,92 +212,94 @@ def test_an_error_comes_at_its_step_with_its_traceback_and_ever_after(
     ("status", "match"),
     [(3, "process 3 of 3 that read dying exited with code 3"), (-signal.SIGKILL, "was killed by SIGKILL; if nobody")],
 )
-def test_a_process_that_dies_is_named_with_its_end(nursery: ForkServerClient, status: int, match: str) -> None:
+def test_a_process_that_dies_is_named_with_its_end(fork_server: ForkServerClient, status: int, match: str) -> None:
     bad = sample_at(plan_of(CountingSource(40)), 0, 2)
-    with crew_of(plan_of(DyingSource(40, bad, status), workers=3, prefetch=1), nursery) as crew:
+    with pool_of(plan_of(DyingSource(40, bad, status), workers=3, prefetch=1), fork_server) as pool:
         for _ in range(2):
             with pytest.raises(CloseranksError, match=match) as caught:
-                crew.read(0)
+                pool.read(0)
     assert caught.value.exit_code == 1  # no mistake of anybody's, as the death of a worker is none
     assert "lower data.workers or data.prefetch" in caught.value.fix
 
 
-def test_a_process_killed_from_outside_is_found_by_the_next_read(nursery: ForkServerClient) -> None:
+def test_a_process_killed_from_outside_is_found_by_the_next_read(fork_server: ForkServerClient) -> None:
     """Even though all that this read asks for lies there already."""
-    with crew_of(plan_of(CountingSource(20), steps=50, workers=2, prefetch=4), nursery) as crew:
-        crew.read(0)
-        victim = processes_of(nursery)[1]
+    with pool_of(plan_of(CountingSource(20), steps=50, workers=2, prefetch=4), fork_server) as pool:
+        pool.read(0)
+        victim = processes_of(fork_server)[1]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: victim not in processes_of(nursery))
+        until(lambda: victim not in processes_of(fork_server))
         with pytest.raises(CloseranksError, match="process 2 of 2 that read counting was killed by SIGKILL") as caught:
-            crew.read(1)
+            pool.read(1)
     assert caught.value.exit_code == 1
 
 
-def test_signals_to_the_job_do_not_end_a_process(nursery: ForkServerClient) -> None:
-    with crew_of(plan_of(CountingSource(20), steps=20, workers=2), nursery) as crew:
-        crew.read(0)
-        for pid in (nursery.pid, *processes_of(nursery)):
+def test_signals_to_the_job_do_not_end_a_process(fork_server: ForkServerClient) -> None:
+    with pool_of(plan_of(CountingSource(20), steps=20, workers=2), fork_server) as pool:
+        pool.read(0)
+        for pid in (fork_server.pid, *processes_of(fork_server)):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 os.kill(pid, number)
         for step in range(1, 20):
-            assert len(crew.read(step)) == 4
+            assert len(pool.read(step)) == 4
 
 
-def test_close_ends_a_process_that_is_stuck_in_a_read(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_close_ends_a_process_that_is_stuck_in_a_read(fork_server: ForkServerClient, tmp_path: Path) -> None:
     path = tmp_path / "here"
-    with crew_of(plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2), nursery):
+    with pool_of(
+        plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2), fork_server
+    ):
         until(path.exists)
         began = time.monotonic()
     assert time.monotonic() - began < 30.0
-    assert processes_of(nursery) == []
+    assert processes_of(fork_server) == []
 
 
-def test_stop_wakes_whoever_waits(nursery: ForkServerClient, tmp_path: Path) -> None:
+def test_stop_wakes_whoever_waits(fork_server: ForkServerClient, tmp_path: Path) -> None:
     path, woken = tmp_path / "here", threading.Event()
     plan = plan_of(StuckSource(20, sample_at(plan_of(CountingSource(20)), 0, 1), str(path)), workers=2)
 
-    def wait_in_vain(crew: LoaderWorkerPool) -> None:
+    def wait_in_vain(pool: LoaderWorkerPool) -> None:
         with pytest.raises(LoaderStopped):
-            crew.read(0)
+            pool.read(0)
         woken.set()
 
-    with crew_of(plan, nursery) as crew:
-        thread = threading.Thread(target=wait_in_vain, args=(crew,))
+    with pool_of(plan, fork_server) as pool:
+        thread = threading.Thread(target=wait_in_vain, args=(pool,))
         thread.start()
         until(path.exists)
-        crew.stop()
+        pool.stop()
         thread.join(10)
     assert woken.is_set()
 
 
-def test_closing_at_once_leaves_nothing(nursery: ForkServerClient) -> None:
+def test_closing_at_once_leaves_nothing(fork_server: ForkServerClient) -> None:
     for _ in range(3):
-        with crew_of(plan_of(CountingSource(20), steps=1000, workers=2), nursery):
+        with pool_of(plan_of(CountingSource(20), steps=1000, workers=2), fork_server):
             pass
-    assert processes_of(nursery) == []
+    assert processes_of(fork_server) == []
 
 
-def test_a_dataset_that_cannot_be_sent_is_refused_before_anything_starts(nursery: ForkServerClient) -> None:
+def test_a_dataset_that_cannot_be_sent_is_refused_before_anything_starts(fork_server: ForkServerClient) -> None:
     with pytest.raises(UserError, match="cannot be sent to loader processes"):
-        LoaderWorkerPool(plan_of(LocalSource(20), workers=2), 0, nursery)
-    assert processes_of(nursery) == []
+        LoaderWorkerPool(plan_of(LocalSource(20), workers=2), 0, fork_server)
+    assert processes_of(fork_server) == []
 
 
 def test_a_dataset_that_does_not_arrive_is_an_error_of_the_first_read(
-    nursery: ForkServerClient, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Elsewhere(CountingSource):
         pass
 
     Elsewhere.__qualname__ = "Elsewhere"
     monkeypatch.setattr(sys.modules[__name__], "Elsewhere", Elsewhere, raising=False)
-    with crew_of(plan_of(Elsewhere(20), workers=2), nursery) as crew, pytest.raises(UserError) as caught:
-        crew.read(0)
+    with pool_of(plan_of(Elsewhere(20), workers=2), fork_server) as pool, pytest.raises(UserError) as caught:
+        pool.read(0)
     assert "fails to unpickle in loader processes: AttributeError: Can't get attribute 'Elsewhere'" in str(caught.value)
 
 
-# Beyond one nursery
+# Beyond one fork server
 
 
 _SCRIPT = """
@@ -323,9 +325,9 @@ if __name__ == "__main__":
     thread = threading.Thread(target=begin, args=(found,))
     thread.start()
     thread.join()
-    nurseries = [loader._nursery.pid for loader in found]
-    children = [pid for one in nurseries for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
-    print(*nurseries, *children, flush=True)
+    fork_servers = [loader._fork_server.pid for loader in found]
+    children = [pid for one in fork_servers for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+    print(*fork_servers, *children, flush=True)
     sys.stdin.read()
 """
 
@@ -360,10 +362,10 @@ def _is_running(pid: int) -> bool:
 
 def test_the_death_of_the_nursery_is_told() -> None:
     one = ForkServerClient()
-    with crew_of(plan_of(CountingSource(20), workers=1), one) as crew:
+    with pool_of(plan_of(CountingSource(20), workers=1), one) as pool:
         os.kill(one.pid, signal.SIGKILL)
         match = "parent of the processes that read counting was killed by SIGKILL"
         with pytest.raises(CloseranksError, match=match) as caught:
-            crew.read(0)
+            pool.read(0)
     assert caught.value.exit_code == 1
     one.close()

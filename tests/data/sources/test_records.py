@@ -162,7 +162,7 @@ def test_a_batch_is_one_read_and_its_stages_have_names() -> None:
         assert times.decode_s > 0
         tries.append(times.collate_s > times.read_s)
     assert any(tries), "putting together takes longer than handing out what lies in memory"
-    assert not source._settled.is_plain
+    assert not source._inferred.is_plain
 
 
 def test_where_samples_lie_and_what_is_fetched() -> None:

@@ -85,15 +85,15 @@ def build_shards(request: BuildRequest, reporter: BuildReporter | None = None) -
     """Raises before anything is written if the request cannot be fulfilled."""
     reporter, started_at = reporter or BuildReporter(), time.monotonic()
     with temporary_folder() as indexes:
-        blueprint = _looked_at(request, indexes, reporter)
-        if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "done":
+        spec = _inspect(request, indexes, reporter)
+        if decide(output_folder_state(spec), str(request.out), request.is_overwriting) == "done":
             BuildJournal(request.out).clear(plan_too=False)  # for a kill between writing the manifest and this
             return replace(_summary(read_output_manifest(request.out)), is_old=True)
-        summary, read_bytes = _build(blueprint, request, reporter)
+        summary, read_bytes = _build(spec, request, reporter)
     return replace(summary, seconds=time.monotonic() - started_at, read_bytes=read_bytes)
 
 
-def _looked_at(request: BuildRequest, indexes: Path, reporter: BuildReporter) -> BuildSpec:
+def _inspect(request: BuildRequest, indexes: Path, reporter: BuildReporter) -> BuildSpec:
     try:
         return make_build_spec(request.inputs, settings_of(request), request.out, str(indexes), reporter.on_remark)
     except KeyboardInterrupt:
@@ -113,65 +113,63 @@ def settings_of(request: BuildRequest) -> BuildSettings:
     )
 
 
-def _build(blueprint: BuildSpec, request: BuildRequest, reporter: BuildReporter) -> tuple[BuildSummary, int]:
-    journal = BuildJournal(blueprint.out)
+def _build(spec: BuildSpec, request: BuildRequest, reporter: BuildReporter) -> tuple[BuildSummary, int]:
+    journal = BuildJournal(spec.out)
     with journal.lock():
         # Checked again: another process may have worked here before this one held the lock.
-        if decide(output_folder_state(blueprint), str(request.out), request.is_overwriting) == "fresh":
-            remove_old_build(blueprint.out)
+        if decide(output_folder_state(spec), str(request.out), request.is_overwriting) == "fresh":
+            remove_old_build(spec.out)
             journal.clear(plan_too=True)
-            journal.begin(blueprint)
-        noted = {part.index: journal.finished_part(part.index) for part in blueprint.parts}
-        done = {index: part for index, part in noted.items() if part is not None}
-        num_resumed, read_bytes = len(done), _build_parts(blueprint, journal, done, request, reporter)
+            journal.begin(spec)
+        saved = {part.index: journal.finished_part(part.index) for part in spec.parts}
+        done = {index: part for index, part in saved.items() if part is not None}
+        num_resumed, read_bytes = len(done), _build_parts(spec, journal, done, request, reporter)
         failpoint(PARTS_DONE)
-        if problem := _nothing(blueprint, done):
-            remove_old_build(blueprint.out)
+        if problem := _nothing(spec, done):
+            remove_old_build(spec.out)
             journal.clear(plan_too=True)
             raise DataError(problem, "Name inputs that hold documents.")
-        manifest = commit(blueprint.out, _shards(done), _about(blueprint, done))
+        manifest = commit(spec.out, _shards(done), _dataset_info(spec, done))
         failpoint(DESCRIBED)
         journal.clear(plan_too=False)
     return replace(_summary(manifest), num_parts=len(done), num_resumed=num_resumed), read_bytes
 
 
 def _build_parts(
-    blueprint: BuildSpec,
+    spec: BuildSpec,
     journal: BuildJournal,
     done: dict[int, PartDone],
     request: BuildRequest,
     reporter: BuildReporter,
 ) -> int:
     """Adds the parts built to ``done``; returns the number of bytes read."""
-    todo = [part.index for part in blueprint.parts if part.index not in done]
-    total, rest = blueprint.input_bytes, sum(_input_bytes(blueprint, index) for index in todo)
+    todo = [part.index for part in spec.parts if part.index not in done]
+    total, rest = spec.input_bytes, sum(_input_bytes(spec, index) for index in todo)
     reporter.on_total(total, total - rest)
     if done:
-        reporter.on_remark(f"resuming: {len(done):,} of {len(blueprint.parts):,} parts are done")
+        reporter.on_remark(f"resuming: {len(done):,} of {len(spec.parts):,} parts are done")
 
     def on_part(part: PartDone) -> None:
         journal.record_part(part)
         done[part.index] = part
 
     try:
-        build_parts(blueprint, todo, request.num_processes or num_cores(), reporter.on_bytes, on_part)
+        build_parts(spec, todo, request.num_processes or num_cores(), reporter.on_bytes, on_part)
     except KeyboardInterrupt:
-        what = f"interrupted: {len(done):,} of {len(blueprint.parts):,} parts are built"
+        what = f"interrupted: {len(done):,} of {len(spec.parts):,} parts are built"
         raise Interrupted(what, "Run the same command again to continue.") from None
     return rest
 
 
-def _nothing(blueprint: BuildSpec, done: dict[int, PartDone]) -> str:
+def _nothing(spec: BuildSpec, done: dict[int, PartDone]) -> str:
     """Why there is nothing to train on, though every part was built; empty if there is something."""
-    tally = sum((done[index].tally for index in sorted(done)), PartCounts())
-    if _shards(done) and (blueprint.settings.kind != "tokens" or tally.text_bytes):
+    counts = sum((done[index].tally for index in sorted(done)), PartCounts())
+    if _shards(done) and (spec.settings.kind != "tokens" or counts.text_bytes):
         return ""
-    given = ", ".join(f"'{text}'" for text in blueprint.given_paths[:3]) + (
-        ", ..." if len(blueprint.given_paths) > 3 else ""
-    )
-    if tally.num_skipped:
-        first = str(SkippedRecord(*tally.skipped[0])) if tally.skipped else ""
-        return f"nothing of {given} could be used: {tally.num_skipped:,} records were left out, such as {first}"
+    given = ", ".join(f"'{text}'" for text in spec.given_paths[:3]) + (", ..." if len(spec.given_paths) > 3 else "")
+    if counts.num_skipped:
+        first = str(SkippedRecord(*counts.skipped[0])) if counts.skipped else ""
+        return f"nothing of {given} could be used: {counts.num_skipped:,} records were left out, such as {first}"
     return f"{given} holds nothing to build from: no text and no records"
 
 
@@ -179,11 +177,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _input_bytes(blueprint: BuildSpec, index: int) -> int:
+def _input_bytes(spec: BuildSpec, index: int) -> int:
     """Bytes of the inputs that a part reads."""
     total = 0
-    for span in part_ranges(blueprint.parts[index], blueprint.extents):
-        size, units = blueprint.inputs[span.input].num_bytes, blueprint.extents[span.input].num_units
+    for span in part_ranges(spec.parts[index], spec.extents):
+        size, units = spec.inputs[span.input].num_bytes, spec.extents[span.input].num_units
         total += size * span.last // units - size * span.first // units
     return total
 
@@ -192,17 +190,17 @@ def _shards(done: dict[int, PartDone]) -> list[str]:
     return [name for index in sorted(done) for name in done[index].shards]
 
 
-def _about(blueprint: BuildSpec, done: dict[int, PartDone]) -> DatasetInfo:
-    settings = blueprint.settings
-    tally = sum((done[index].tally for index in sorted(done)), PartCounts())
+def _dataset_info(spec: BuildSpec, done: dict[int, PartDone]) -> DatasetInfo:
+    settings = spec.settings
+    counts = sum((done[index].tally for index in sorted(done)), PartCounts())
     provenance = {
-        "inputs": [PurePosixPath(text.rstrip("/")).name or text for text in blueprint.given_paths],
-        "num_input_files": len(blueprint.inputs),
-        "input_bytes": blueprint.input_bytes,
+        "inputs": [PurePosixPath(text.rstrip("/")).name or text for text in spec.given_paths],
+        "num_input_files": len(spec.inputs),
+        "input_bytes": spec.input_bytes,
         "settings": settings.as_options(),
-        "text_bytes": tally.text_bytes,
-        "num_skipped": tally.num_skipped,
-        "skipped": [str(SkippedRecord(*one)) for one in tally.skipped],
+        "text_bytes": counts.text_bytes,
+        "num_skipped": counts.num_skipped,
+        "skipped": [str(SkippedRecord(*one)) for one in counts.skipped],
     }
     if settings.encoder is None:
         return DatasetInfo(provenance=provenance)
@@ -212,7 +210,7 @@ def _about(blueprint: BuildSpec, done: dict[int, PartDone]) -> DatasetInfo:
 
 
 def _summary(manifest: DatasetManifest) -> BuildSummary:
-    told = manifest.about.provenance
+    provenance = manifest.about.provenance
     is_tokens = manifest.head.kind == "tokens"
     return BuildSummary(
         kind=manifest.head.kind,
@@ -220,7 +218,7 @@ def _summary(manifest: DatasetManifest) -> BuildSummary:
         num_tokens=manifest.num_units if is_tokens else 0,
         num_shards=len(manifest.shards),
         num_bytes=manifest.num_bytes,
-        text_bytes=int(told.get("text_bytes", 0)),
-        num_skipped=int(told.get("num_skipped", 0)),
-        skipped=tuple(told.get("skipped", ())),
+        text_bytes=int(provenance.get("text_bytes", 0)),
+        num_skipped=int(provenance.get("num_skipped", 0)),
+        skipped=tuple(provenance.get("skipped", ())),
     )

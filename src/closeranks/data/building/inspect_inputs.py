@@ -32,26 +32,28 @@ def make_build_spec(
     given: tuple[str, ...], settings: BuildSettings, out: Path, index_folder: str, on_remark: Callable[[str], None]
 ) -> BuildSpec:
     """Everything that is decided before the first shard is written."""
-    places = tuple(_place(text, out) for text in given)
-    found = find_inputs(places, given, settings.format)
+    folders = tuple(_open_folder(text, out) for text in given)
+    found = find_inputs(folders, given, settings.format)
     for text, one in zip(given, found, strict=True):
         if one.left_out:
             on_remark(f"note: '{text}' is taken as {one.inputs[0].kind}; {_left_out(one)}")
-    look = _Look(settings, open_encoder(settings.encoder) if settings.encoder is not None else None, index_folder)
+    inspector = _Inspector(
+        settings, open_encoder(settings.encoder) if settings.encoder is not None else None, index_folder
+    )
     for one in found:
         first = next((given for given in one.inputs if given.num_bytes), None)
         if first is not None:
-            look.check_first(first, places[first.root])
+            inspector.check_first(first, folders[first.root])
     inputs = tuple(part for one in found for part in one.inputs)
-    extents = tuple(look.extent(one, places[one.root]) for one in inputs)
+    extents = tuple(inspector.extent(one, folders[one.root]) for one in inputs)
     if not any(extent.num_units for extent in extents):
         raise DataError("the inputs hold no documents", "Name inputs that do.")
     return BuildSpec(
-        given, places, inputs, extents, plan_parts(extents, settings.shard_bytes), settings, out, index_folder
+        given, folders, inputs, extents, plan_parts(extents, settings.shard_bytes), settings, out, index_folder
     )
 
 
-def _place(text: str, out: Path) -> Files:
+def _open_folder(text: str, out: Path) -> Files:
     if not text.strip():
         raise DataError("the name of an input is empty", "Name a file, a folder, or a URL of those.")
     if "://" not in text:
@@ -70,7 +72,7 @@ def _left_out(found: FoundInputs) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Inspector:
     settings: BuildSettings
     encoder: TokenEncoder | None
     index_folder: str
@@ -93,9 +95,9 @@ class _Look:
     def check_first(self, given: BuildInput, files: Files) -> None:
         settings = self.settings
         needs_utf8 = self.encoder is not None and self.encoder.needs_utf8
-        wish = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
+        options = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
         span = InputRange(0, 0, min(1, self._num_units(given, files)) if given.kind in STORED else given.num_bytes)
-        items = read_range(given, files, span, wish, lambda: self._store(given, files), _quiet)
+        items = read_range(given, files, span, options, lambda: self._store(given, files), _quiet)
         item = next(items, None)
         if given.kind == JSONL and (item is None or item.reason):
             self._refuse_array(given, files)

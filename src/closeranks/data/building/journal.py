@@ -46,17 +46,17 @@ class OutputFolderState:
     """For ``other`` and ``foreign``: what is different."""
 
 
-def decide(standing: OutputFolderState, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
+def decide(folder_state: OutputFolderState, out: str, is_overwriting: bool) -> Literal["fresh", "resume", "done"]:
     """What to do with the folder; raises if the user must choose."""
-    if standing.state == "foreign":
-        what = f"the folder '{out}' is not empty: it holds {standing.what}"
+    if folder_state.state == "foreign":
+        what = f"the folder '{out}' is not empty: it holds {folder_state.what}"
         raise DataError(what, "Name a new folder: a build never removes what it did not write.")
-    if is_overwriting or standing.state == "new":
+    if is_overwriting or folder_state.state == "new":
         return "fresh"
-    if standing.state == "other":
+    if folder_state.state == "other":
         fix = "Use --overwrite to rebuild, or name another folder."
-        raise DataError(f"'{out}' holds another build: {standing.what}", fix)
-    return "resume" if standing.state == "ours" else "done"
+        raise DataError(f"'{out}' holds another build: {folder_state.what}", fix)
+    return "resume" if folder_state.state == "ours" else "done"
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -77,8 +77,8 @@ class BuildJournal:
     def folder(self) -> Path:
         return self.out / FOLDER
 
-    def begin(self, blueprint: BuildSpec) -> None:
-        self._publish(_PLAN, build_identity(blueprint))
+    def begin(self, spec: BuildSpec) -> None:
+        self._publish(_PLAN, build_identity(spec))
 
     def saved_identity(self) -> dict[str, Any] | None:
         """The identity of the build that was begun here; None if there is none."""
@@ -138,7 +138,7 @@ def _name(index: int) -> str:
     return f"part-{index:06d}.json"
 
 
-def build_identity(blueprint: BuildSpec) -> dict[str, Any]:
+def build_identity(spec: BuildSpec) -> dict[str, Any]:
     """The values that distinguish one build from another."""
-    seen = fingerprint(blueprint.input_folders, blueprint.given_paths)
-    return {**blueprint.settings.as_options(), "inputs": list(blueprint.given_paths), "fingerprint": seen}
+    seen = fingerprint(spec.input_folders, spec.given_paths)
+    return {**spec.settings.as_options(), "inputs": list(spec.given_paths), "fingerprint": seen}

@@ -19,8 +19,8 @@ from closeranks.data.shards.manifest import DatasetManifest, read_manifest
 _OURS = re.compile(r"shard-\d+(-\d+)?\.crs(\.part|\.lock)?")
 
 
-def output_folder_state(blueprint: BuildSpec) -> OutputFolderState:
-    out = blueprint.out
+def output_folder_state(spec: BuildSpec) -> OutputFolderState:
+    out = spec.out
     names = _names(out)
     foreign = sorted(name for name in names if not _is_ours(name))
     if foreign:
@@ -32,7 +32,7 @@ def output_folder_state(blueprint: BuildSpec) -> OutputFolderState:
             if names - {FOLDER}
             else OutputFolderState("new")
         )
-    if plan != (wanted := build_identity(blueprint)):
+    if plan != (wanted := build_identity(spec)):
         return OutputFolderState("other", differences(plan, wanted))
     return OutputFolderState("done" if _is_described(out) else "ours")
 

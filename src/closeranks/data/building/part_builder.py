@@ -36,80 +36,80 @@ class _Shared(TypedDict):
 class PartBuilder:
     """Builds the parts of one build spec, one after the other; keeps tokenizer and stores open between them."""
 
-    def __init__(self, blueprint: BuildSpec, on_bytes: OnBytes) -> None:
-        self._blueprint = blueprint
+    def __init__(self, spec: BuildSpec, on_bytes: OnBytes) -> None:
+        self._spec = spec
         self._on_bytes = on_bytes
-        settings = blueprint.settings
+        settings = spec.settings
         self._encoder = open_encoder(settings.encoder) if settings.encoder is not None else None
         needs_utf8 = self._encoder is not None and self._encoder.needs_utf8
-        self._wish = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
+        self._options = InputReadOptions(settings.kind, settings.field, settings.split, needs_utf8)
         self._store = lru_cache(maxsize=4)(self._open_store)
 
     def build(self, part: BuildPart) -> PartDone:
         if self._encoder is None:
-            with RecordShardWriter(self._blueprint.out, **self._shared(part)) as records:
-                tally, items = self._rest(part, records.cursor)
-                self._write_records(records, items, tally)
-                return PartDone(part.index, records.finish(), tally)
+            with RecordShardWriter(self._spec.out, **self._shared(part)) as records:
+                counts, items = self._rest(part, records.cursor)
+                self._write_records(records, items, counts)
+                return PartDone(part.index, records.finish(), counts)
         dtype, vocab_size = self._encoder.dtype.name, self._encoder.vocab_size
-        with TokenShardWriter(self._blueprint.out, dtype, vocab_size=vocab_size, **self._shared(part)) as tokens:
-            tally, items = self._rest(part, tokens.cursor)
-            self._write_tokens(tokens, items, tally)
-            return PartDone(part.index, tokens.finish(), tally)
+        with TokenShardWriter(self._spec.out, dtype, vocab_size=vocab_size, **self._shared(part)) as tokens:
+            counts, items = self._rest(part, tokens.cursor)
+            self._write_tokens(tokens, items, counts)
+            return PartDone(part.index, tokens.finish(), counts)
 
     def _shared(self, part: BuildPart) -> _Shared:
         """The plan cuts parts of the requested size; if its estimate was wrong, shards are at most twice that."""
-        shard_bytes = 2 * self._blueprint.settings.shard_bytes
-        return {"part": part.index, "build": self._blueprint.identity, "shard_bytes": shard_bytes}
+        shard_bytes = 2 * self._spec.settings.shard_bytes
+        return {"part": part.index, "build": self._spec.identity, "shard_bytes": shard_bytes}
 
     def _rest(self, part: BuildPart, cursor: Any) -> tuple[PartCounts, Iterator[InputItem]]:
         """The counts over finished shards, and the items that come after them."""
-        tally = PartCounts() if cursor is None else PartCounts.decode(cursor)
-        return tally, islice(self._items(part), tally.num_items, None)
+        counts = PartCounts() if cursor is None else PartCounts.decode(cursor)
+        return counts, islice(self._items(part), counts.num_items, None)
 
     def _items(self, part: BuildPart) -> Iterator[InputItem]:
-        blueprint = self._blueprint
-        for span in part_ranges(part, blueprint.extents):
-            given = blueprint.inputs[span.input]
-            files = blueprint.input_folders[given.root]
-            yield from read_range(given, files, span, self._wish, partial(self._store, span.input), self._on_bytes)
+        spec = self._spec
+        for span in part_ranges(part, spec.extents):
+            given = spec.inputs[span.input]
+            files = spec.input_folders[given.root]
+            yield from read_range(given, files, span, self._options, partial(self._store, span.input), self._on_bytes)
 
     def _open_store(self, number: int) -> Records:
-        given: BuildInput = self._blueprint.inputs[number]
-        return open_input_store(given, self._blueprint.input_folders[given.root], self._blueprint.index_folder)
+        given: BuildInput = self._spec.inputs[number]
+        return open_input_store(given, self._spec.input_folders[given.root], self._spec.index_folder)
 
-    def _write_records(self, writer: RecordShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
+    def _write_records(self, writer: RecordShardWriter, items: Iterator[InputItem], counts: PartCounts) -> None:
         for item in items:
             if item.reason:
-                self._leave_out(tally, item, item.reason)
+                self._leave_out(counts, item, item.reason)
                 continue
-            tally.num_items += 1
+            counts.num_items += 1
             try:
-                writer.append(item.value, cursor=tally.encode())
+                writer.append(item.value, cursor=counts.encode())
             except BadRecordError as error:
-                tally.num_items -= 1
-                self._leave_out(tally, item, error.what)
+                counts.num_items -= 1
+                self._leave_out(counts, item, error.what)
 
-    def _write_tokens(self, writer: TokenShardWriter, items: Iterator[InputItem], tally: PartCounts) -> None:
+    def _write_tokens(self, writer: TokenShardWriter, items: Iterator[InputItem], counts: PartCounts) -> None:
         assert self._encoder is not None
         batch = _Batch(writer, self._encoder)
         for item in items:
             if item.reason:
-                self._leave_out(tally, item, item.reason)
+                self._leave_out(counts, item, item.reason)
                 continue
-            tally.num_items += 1
-            tally.text_bytes += len(item.value)
-            batch.add(item.value, tally.encode())
+            counts.num_items += 1
+            counts.text_bytes += len(item.value)
+            batch.add(item.value, counts.encode())
         batch.flush()
 
-    def _leave_out(self, tally: PartCounts, item: InputItem, reason: str) -> None:
+    def _leave_out(self, counts: PartCounts, item: InputItem, reason: str) -> None:
         """Stops the build because of a bad item, or counts it as skipped."""
         skipped = SkippedRecord(item.file, item.offset, item.unit, reason)
-        if self._blueprint.settings.on_bad == "stop":
+        if self._spec.settings.on_bad == "stop":
             raise BadRecordError(
                 str(skipped), "Fix or remove it, or leave such records out with --on-bad skip --overwrite."
             )
-        tally.skip(skipped)
+        counts.skip(skipped)
 
 
 class _Batch:

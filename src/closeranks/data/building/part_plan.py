@@ -55,12 +55,14 @@ class InputRange:
 
 def plan_parts(extents: Sequence[InputExtent], part_bytes: int) -> tuple[BuildPart, ...]:
     """Parts of about ``part_bytes``, in the order of the inputs; each input is in one part, or in consecutive ones."""
-    cuts = [InputPosition(0, 0), *_cuts(extents, part_bytes), InputPosition(len(extents), 0)]
-    cuts = [cut for number, cut in enumerate(cuts) if number == 0 or cut != cuts[number - 1]]
-    return tuple(BuildPart(index, first, last) for index, (first, last) in enumerate(pairwise(cuts)))
+    positions = [InputPosition(0, 0), *_positions(extents, part_bytes), InputPosition(len(extents), 0)]
+    positions = [
+        position for number, position in enumerate(positions) if number == 0 or position != positions[number - 1]
+    ]
+    return tuple(BuildPart(index, first, last) for index, (first, last) in enumerate(pairwise(positions)))
 
 
-def _cuts(extents: Iterable[InputExtent], part_bytes: int) -> Iterator[InputPosition]:
+def _positions(extents: Iterable[InputExtent], part_bytes: int) -> Iterator[InputPosition]:
     """No cut leaves a sliver on either side: it would not be worth the seek and the search for the next line."""
     sliver, filled = part_bytes // _SLIVERS, 0
     for number, extent in enumerate(extents):

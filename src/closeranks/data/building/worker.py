@@ -26,55 +26,55 @@ from closeranks.core.tracebacks import describe_error
 from closeranks.data.building.build_spec import BuildSpec
 from closeranks.data.building.part_builder import PartBuilder
 
-_BEAT_S = 0.1
+_REPORT_S = 0.1
 
 
 @dataclass(slots=True)
-class _Voice:
+class _ByteReporter:
     """Reports from time to time how many bytes were read."""
 
     connection: Connection
-    told_at: float = 0.0
-    unsaid: int = field(default=0)
+    reported_at: float = 0.0
+    unreported: int = field(default=0)
 
     def __call__(self, num_bytes: int) -> None:
-        self.unsaid += num_bytes
+        self.unreported += num_bytes
         now = time.monotonic()
-        if now - self.told_at >= _BEAT_S:
-            self.connection.send(("bytes", self.unsaid))
-            self.told_at, self.unsaid = now, 0
+        if now - self.reported_at >= _REPORT_S:
+            self.connection.send(("bytes", self.unreported))
+            self.reported_at, self.unreported = now, 0
 
 
 def serve(connection: Connection) -> None:
-    blueprint: BuildSpec = connection.recv()
-    voice = _Voice(connection)
-    builder = PartBuilder(blueprint, voice)
+    spec: BuildSpec = connection.recv()
+    on_bytes = _ByteReporter(connection)
+    builder = PartBuilder(spec, on_bytes)
     while True:
         try:
             index = connection.recv()
         except EOFError:
             return
-        connection.send(_done(builder, index, blueprint))
+        connection.send(_done(builder, index, spec))
 
 
-def _done(builder: PartBuilder, index: int, blueprint: BuildSpec) -> tuple[str, Any]:
+def _done(builder: PartBuilder, index: int, spec: BuildSpec) -> tuple[str, Any]:
     try:
-        return "done", builder.build(blueprint.parts[index])
+        return "done", builder.build(spec.parts[index])
     except CloseranksError as error:
         return "failed", encode(error)
     except (BrokenPipeError, ConnectionResetError):
         raise
     except OSError as error:
-        return "failed", encode(disk_error(error, blueprint))
+        return "failed", encode(disk_error(error, spec))
     except Exception as error:
         what = f"part {index} of the build raised {describe_error(error)}"
         return "failed", encode(RunFailed(what))
 
 
-def disk_error(error: OSError, blueprint: BuildSpec) -> CloseranksError:
+def disk_error(error: OSError, spec: BuildSpec) -> CloseranksError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = "Free some space, and run the same command again: it continues from the finished shards."
-        return SetupError(f"no space is left for '{blueprint.out}' ({error.strerror})", fix)
+        return SetupError(f"no space is left for '{spec.out}' ({error.strerror})", fix)
     where = f" '{error.filename}'" if error.filename else ""
     return SetupError(f"reading or writing{where} failed: {error.strerror or error}", "Run the same command again.")
 

@@ -25,14 +25,14 @@ _GO_ON = "Finished shards are kept: run the same command again to continue."
 
 
 @dataclass(slots=True)
-class _Hand:
+class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
     part: int = -1
 
 
 def build_parts(
-    blueprint: BuildSpec,
+    spec: BuildSpec,
     todo: Sequence[int],
     num_processes: int,
     on_bytes: Callable[[int], None],
@@ -40,41 +40,41 @@ def build_parts(
 ) -> None:
     """``on_part`` is called in this process, in the order in which parts are finished."""
     waiting = iter(todo)
-    with _hands(blueprint, min(num_processes, len(todo))) as hands:
-        by_connection = {hand.connection: hand for hand in hands}
-        busy = [hand.connection for hand in hands if _send_next(hand, waiting)]
+    with _start_workers(spec, min(num_processes, len(todo))) as workers:
+        by_connection = {worker.connection: worker for worker in workers}
+        busy = [worker.connection for worker in workers if _send_next(worker, waiting)]
         while busy:
             for ready in wait(busy):
-                hand = by_connection[ready]  # type: ignore[index]
-                word, value = _hear(hand)
-                if word == "bytes":
+                worker = by_connection[ready]  # type: ignore[index]
+                kind, value = _receive(worker)
+                if kind == "bytes":
                     on_bytes(value)
-                elif word == "failed":
+                elif kind == "failed":
                     raise _failure(value)
                 else:
                     on_part(value)
-                    if not _send_next(hand, waiting):
-                        busy.remove(hand.connection)
+                    if not _send_next(worker, waiting):
+                        busy.remove(worker.connection)
 
 
-def _send_next(hand: _Hand, waiting: Iterator[int]) -> bool:
+def _send_next(worker: _Worker, waiting: Iterator[int]) -> bool:
     index = next(waiting, None)
     if index is None:
         return False
-    hand.part = index
+    worker.part = index
     try:
-        hand.connection.send(index)
+        worker.connection.send(index)
     except OSError as error:
-        raise _death(hand) from error
+        raise _death(worker) from error
     return True
 
 
-def _hear(hand: _Hand) -> tuple[str, Any]:
+def _receive(worker: _Worker) -> tuple[str, Any]:
     try:
-        word, value = hand.connection.recv()
+        kind, value = worker.connection.recv()
     except (EOFError, OSError) as error:
-        raise _death(hand) from error
-    return word, value
+        raise _death(worker) from error
+    return kind, value
 
 
 def _failure(fields: dict[str, Any]) -> CloseranksError:
@@ -83,36 +83,37 @@ def _failure(fields: dict[str, Any]) -> CloseranksError:
     return error
 
 
-def _death(hand: _Hand) -> RunFailed:
-    code = hand.process.wait()
+def _death(worker: _Worker) -> RunFailed:
+    code = worker.process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     guess = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-    return RunFailed(f"the build's process {hand.process.pid} {how}{guess} while it built part {hand.part}. {_GO_ON}")
+    what = f"the build's process {worker.process.pid} {how}{guess} while it built part {worker.part}"
+    return RunFailed(f"{what}. {_GO_ON}")
 
 
 @contextmanager
-def _hands(blueprint: BuildSpec, count: int) -> Iterator[list[_Hand]]:
-    hands: list[_Hand] = []
+def _start_workers(spec: BuildSpec, count: int) -> Iterator[list[_Worker]]:
+    workers: list[_Worker] = []
     try:
-        with _deaf_to_interrupts():
-            while len(hands) < count:
-                hands.append(_start())
-        for hand in hands:
+        with _ignoring_interrupts():
+            while len(workers) < count:
+                workers.append(_start_worker())
+        for worker in workers:
             try:
-                hand.connection.send(blueprint)
+                worker.connection.send(spec)
             except OSError as error:
-                raise _death(hand) from error
-        yield hands
+                raise _death(worker) from error
+        yield workers
     finally:
-        for hand in hands:
-            hand.connection.close()
-            hand.process.kill()
-        for hand in hands:
-            hand.process.wait()
+        for worker in workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in workers:
+            worker.process.wait()
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
+def _ignoring_interrupts() -> Iterator[None]:
     """Processes started inside ignore Ctrl-C, which a terminal sends to the whole group: this process handles it, and
     an interpreter that is still importing would print tracebacks. In this process, Ctrl-C is deferred to the end of the
     block."""
@@ -123,7 +124,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start() -> _Hand:
+def _start_worker() -> _Worker:
     """One thread each: the processes are the parallelism, and the libraries' own threads would only compete."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -131,4 +132,4 @@ def _start() -> _Hand:
         command = [sys.executable, "-P", "-m", "closeranks.data.building.worker", str(fd), str(os.getpid())]
         environment = {**child_environment(1), "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         process = subprocess.Popen(command, pass_fds=[fd], env=environment, stdin=subprocess.DEVNULL)
-    return _Hand(process, Connection(ours.detach()))
+    return _Worker(process, Connection(ours.detach()))

@@ -67,140 +67,140 @@ class HeldFile:
 
 
 class FileCache:
-    def __init__(self, folder: Path, max_bytes: int, terms: CacheTimeouts | None = None) -> None:
+    def __init__(self, folder: Path, max_bytes: int, timeouts: CacheTimeouts | None = None) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
-        self._terms = terms or CacheTimeouts()
-        self._room = CacheSpace(folder, max_bytes, self._terms)
+        self._timeouts = timeouts or CacheTimeouts()
+        self._space = CacheSpace(folder, max_bytes, self._timeouts)
         self._verified: set[str] = set()
 
     def __reduce__(self) -> tuple[type[FileCache], tuple[Path, int, CacheTimeouts]]:
         """A copy in another process shares the folder and nothing else."""
-        return FileCache, (self.folder, self.max_bytes, self._terms)
+        return FileCache, (self.folder, self.max_bytes, self._timeouts)
 
-    def path_of(self, item: RemoteFileVersion) -> Path:
-        return self.folder / f"{FILE}{item.key}"
+    def path_of(self, file: RemoteFileVersion) -> Path:
+        return self.folder / f"{FILE}{file.key}"
 
-    def acquire(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted = frozenset) -> HeldFile:
-        with self._worded():
-            lock = self._found(item)
+    def acquire(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted = frozenset) -> HeldFile:
+        with self._translate_errors():
+            lock = self._found(file)
             if lock is None:
                 with stage("fetch"):
-                    lock = self._brought(item, bring, wanted)
+                    lock = self._fetched(file, bring, wanted)
             mark_used(lock.fd)
             return HeldFile(lock)
 
-    def prefetch(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> PrefetchOutcome:
+    def prefetch(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted) -> PrefetchOutcome:
         """Never waits for another process, and evicts nothing that is needed sooner."""
-        with self._worded():
-            if (lock := self._found(item)) is None:
-                part = self._begun(item)
+        with self._translate_errors():
+            if (lock := self._found(file)) is None:
+                part = self._begin(file)
                 if part is None:
                     return PrefetchOutcome.ELSEWHERE
-                lock = self._filled(part, item, bring, SpaceRequest(item.num_bytes, wanted, is_prefetch=True))
+                lock = self._filled(part, file, bring, SpaceRequest(file.num_bytes, wanted, is_prefetch=True))
                 if lock is None:
                     return PrefetchOutcome.NO_ROOM
             mark_prefetched(lock.fd)
             lock.release()
             return PrefetchOutcome.HERE
 
-    def discard(self, item: RemoteFileVersion) -> None:
+    def discard(self, file: RemoteFileVersion) -> None:
         """Processes that have it open keep it; the next ``acquire`` fetches it again."""
-        with self._worded():
-            self.path_of(item).unlink(missing_ok=True)
-            _LOG.warning("the copy of %s in the cache was damaged; it is fetched again", item.url)
+        with self._translate_errors():
+            self.path_of(file).unlink(missing_ok=True)
+            _LOG.warning("the copy of %s in the cache was damaged; it is fetched again", file.url)
 
     def close(self) -> None:
-        with self._worded():
-            self._room.close()
+        with self._translate_errors():
+            self._space.close()
 
     @contextmanager
-    def _worded(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise cache_error(error, self.folder) from error
 
-    def _part_of(self, item: RemoteFileVersion) -> Path:
-        return self.folder / f"{PART}{item.key}"
+    def _part_of(self, file: RemoteFileVersion) -> Path:
+        return self.folder / f"{PART}{file.key}"
 
-    def _found(self, item: RemoteFileVersion) -> Flock | None:
+    def _found(self, file: RemoteFileVersion) -> Flock | None:
         """With a shared lock, or None. A damaged file is removed, to be fetched again."""
-        path = self.path_of(item)
+        path = self.path_of(file)
         try:
             # An evicting process may lock it briefly, under the folder's lock: afterwards it is either gone or free.
-            until = time.monotonic() + self._terms.lock_s
+            until = time.monotonic() + self._timeouts.lock_s
             while (lock := try_shared(path)) is None:
                 if time.monotonic() > until:
-                    raise lock_timeout_error(path, self._terms.lock_s)
-                time.sleep(self._terms.poll_s)
+                    raise lock_timeout_error(path, self._timeouts.lock_s)
+                time.sleep(self._timeouts.poll_s)
         except FileNotFoundError:
             return None
         # Computing a digest reads the whole file: done once per process.
-        known = replace(item, digest="") if item.key in self._verified else item
+        known = replace(file, digest="") if file.key in self._verified else file
         if is_sound(lock.fd, known):
-            self._verified.add(item.key)
+            self._verified.add(file.key)
             return lock
-        _LOG.warning("%s in the cache is damaged; %s is fetched again", path, item.url)
+        _LOG.warning("%s in the cache is damaged; %s is fetched again", path, file.url)
         lock.remove()
         return None
 
-    def _brought(self, item: RemoteFileVersion, bring: Bring, wanted: Wanted) -> Flock:
+    def _fetched(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted) -> Flock:
         """Fetched by this process or another; if the other gave up, fetched by this one."""
-        if item.num_bytes > self.max_bytes:
-            raise too_large_error(item.url, item.num_bytes, self.max_bytes)
-        progress = StallDetector(self._part_of(item), item.url, self._terms.stall_s)
-        waited_s, pause_s = 0.0, self._terms.poll_s
+        if file.num_bytes > self.max_bytes:
+            raise too_large_error(file.url, file.num_bytes, self.max_bytes)
+        progress = StallDetector(self._part_of(file), file.url, self._timeouts.stall_s)
+        waited_s, pause_s = 0.0, self._timeouts.poll_s
         while True:
-            part = self._begun(item)
+            part = self._begin(file)
             if part is None:
                 progress.check()
-                lock = self._found(item)
+                lock = self._found(file)
             else:
-                lock = self._filled(part, item, bring, SpaceRequest(item.num_bytes, wanted, is_prefetch=False))
+                lock = self._filled(part, file, bring, SpaceRequest(file.num_bytes, wanted, is_prefetch=False))
                 waited_s += pause_s
-                if lock is None and waited_s > self._terms.space_s:
-                    raise no_space_error(item.url, item.num_bytes, self.folder, self.max_bytes, self._terms.space_s)
+                if lock is None and waited_s > self._timeouts.space_s:
+                    raise no_space_error(file.url, file.num_bytes, self.folder, self.max_bytes, self._timeouts.space_s)
                 pause_s = min(_LONGEST_POLL_S, 2 * pause_s)
             if lock is not None:
                 return lock
             time.sleep(pause_s)
 
-    def _begun(self, item: RemoteFileVersion) -> Flock | None:
+    def _begin(self, file: RemoteFileVersion) -> Flock | None:
         """The exclusive lock on the part, or None if another process has it."""
         try:
-            return try_exclusive(self._part_of(item), create=True)
+            return try_exclusive(self._part_of(file), create=True)
         except FileNotFoundError:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return try_exclusive(self._part_of(item), create=True)
+            return try_exclusive(self._part_of(file), create=True)
 
-    def _filled(self, part: Flock, item: RemoteFileVersion, bring: Bring, need: SpaceRequest) -> Flock | None:
+    def _filled(self, part: Flock, file: RemoteFileVersion, bring: Bring, request: SpaceRequest) -> Flock | None:
         """A shared lock on the complete file; None if there is no space. On any error the unfinished part is
         removed."""
         is_whole = False
         try:
-            if (found := self._found(item)) is not None:  # finished by another between our lookup and our lock
+            if (found := self._found(file)) is not None:  # finished by another between our lookup and our lock
                 return found
             os.ftruncate(part.fd, 0)  # what a killed process left behind
-            if not self._room.reserve(part.fd, need):
+            if not self._space.reserve(part.fd, request):
                 return None
             write_cached_file(
-                part.fd, item, bring(), lambda num_bytes: self._room.evict(replace(need, num_bytes=num_bytes))
+                part.fd, file, bring(), lambda num_bytes: self._space.evict(replace(request, num_bytes=num_bytes))
             )
             failpoint(FILE_WHOLE)
-            self._name(part, item)
+            self._name(part, file)
             is_whole = True
             return part
         finally:
             if not is_whole:
                 part.remove()
 
-    def _name(self, part: Flock, item: RemoteFileVersion) -> None:
+    def _name(self, part: Flock, file: RemoteFileVersion) -> None:
         """Rename under the folder's lock, so that no process counts the file twice, or removes it while its lock
         changes."""
-        with self._room.locked():
-            path = self.path_of(item)
+        with self._space.locked():
+            path = self.path_of(file)
             os.rename(part.path, path)
             part.path = path
             part.downgrade()
-        self._verified.add(item.key)
+        self._verified.add(file.key)

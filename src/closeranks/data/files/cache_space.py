@@ -83,19 +83,19 @@ class CacheSpace:
         finally:
             lock.release()
 
-    def reserve(self, fd: int, need: SpaceRequest) -> bool:
+    def reserve(self, fd: int, request: SpaceRequest) -> bool:
         """Give the file its final size, if there is space for it."""
         with self.locked():
-            if not self._taken_from_claim(need) and not self._freed(need):
+            if not self._taken_from_claim(request) and not self._freed(request):
                 return False
-            os.ftruncate(fd, need.num_bytes)
+            os.ftruncate(fd, request.num_bytes)
             return True
 
-    def evict(self, need: SpaceRequest) -> bool:
+    def evict(self, request: SpaceRequest) -> bool:
         """For a disk that is full before the limit is reached: evicts files and returns whether any could go."""
         with self.locked():
             files, _ = self._counted()
-            return self._removed(files, need, at_least=1) > 0
+            return self._removed(files, request, at_least=1) > 0
 
     def close(self) -> None:
         if self._claim is not None:
@@ -107,15 +107,15 @@ class CacheSpace:
         if self._claim is not None:
             weakref.finalize(self, _given_up, self._claim)
 
-    def _freed(self, need: SpaceRequest) -> bool:
+    def _freed(self, request: SpaceRequest) -> bool:
         files, num_bytes = self._counted()
-        excess = num_bytes + need.num_bytes - self.max_bytes
-        return excess <= 0 or self._removed(files, need, at_least=excess) >= excess
+        excess = num_bytes + request.num_bytes - self.max_bytes
+        return excess <= 0 or self._removed(files, request, at_least=excess) >= excess
 
-    def _taken_from_claim(self, need: SpaceRequest) -> bool:
+    def _taken_from_claim(self, request: SpaceRequest) -> bool:
         """See [Note: claims]. False if the file is too large for a claim, or there is no space for a whole claim."""
         claim_bytes = self.max_bytes >> 10
-        if need.num_bytes * _SMALL > claim_bytes:
+        if request.num_bytes * _SMALL > claim_bytes:
             return False
         if self._claim is None:
             self._claim = try_exclusive(self.folder / f"{CLAIM}{os.getpid()}-{secrets.token_hex(4)}", create=True)
@@ -123,11 +123,11 @@ class CacheSpace:
         if self._claim is None:  # removed by a counting process between its creation and its lock
             return False
         left = os.fstat(self._claim.fd).st_size
-        if left < need.num_bytes:
-            if not self._freed(SpaceRequest(claim_bytes - left, need.wanted, need.is_prefetch)):
+        if left < request.num_bytes:
+            if not self._freed(SpaceRequest(claim_bytes - left, request.wanted, request.is_prefetch)):
                 return False
             left = claim_bytes
-        os.ftruncate(self._claim.fd, left - need.num_bytes)
+        os.ftruncate(self._claim.fd, left - request.num_bytes)
         return True
 
     def _counted(self) -> tuple[list[CachedFile], int]:
@@ -146,13 +146,13 @@ class CacheSpace:
                     continue
         return files, num_bytes
 
-    def _removed(self, files: list[CachedFile], need: SpaceRequest, at_least: int) -> int:
+    def _removed(self, files: list[CachedFile], request: SpaceRequest, at_least: int) -> int:
         """Bytes evicted: at least as many as requested, by at most one file more, or none. Locks first: a file in use
         stays."""
         victims: list[Flock] = []
         freed = 0
         try:
-            for file in eviction_order(files, need.wanted(), time.time(), is_ahead=need.is_prefetch):
+            for file in eviction_order(files, request.wanted(), time.time(), is_prefetch=request.is_prefetch):
                 if freed >= at_least:
                     break
                 if (lock := _unheld(self.folder / file.name)) is not None:

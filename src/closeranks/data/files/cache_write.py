@@ -42,43 +42,43 @@ class RemoteFileVersion:
 
 
 def write_cached_file(
-    fd: int, item: RemoteFileVersion, pieces: Generator[bytes, None, None], make_free: Callable[[int], bool]
+    fd: int, file: RemoteFileVersion, pieces: Generator[bytes, None, None], evict: Callable[[int], bool]
 ) -> None:
     """When the disk is full, ``evict`` is called with the number of bytes needed; it returns whether it freed any."""
-    check = _Check(item)
+    check = _Check(file)
     with closing(pieces):
         for data in pieces:
-            if check.num_bytes + len(data) > item.num_bytes:
-                raise incomplete_error(item.url, item.num_bytes, check.num_bytes + len(data))
-            _write(fd, data, check.num_bytes, make_free)
+            if check.num_bytes + len(data) > file.num_bytes:
+                raise incomplete_error(file.url, file.num_bytes, check.num_bytes + len(data))
+            _write(fd, data, check.num_bytes, evict)
             check.add(data)
             failpoint(PIECE_CACHED)
     check.finish()
-    _until_room(partial(os.fdatasync, fd), item.num_bytes, make_free)
+    _retry_with_space(partial(os.fdatasync, fd), file.num_bytes, evict)
 
 
-def is_sound(fd: int, item: RemoteFileVersion) -> bool:
+def is_sound(fd: int, file: RemoteFileVersion) -> bool:
     """Whether a cached file is unchanged. Reads all of it if its digest is known."""
-    if os.fstat(fd).st_size != item.num_bytes:
+    if os.fstat(fd).st_size != file.num_bytes:
         return False
-    if not item.digest:
+    if not file.digest:
         return True
     from blake3 import blake3
 
     found = blake3()
-    for start in range(0, item.num_bytes, _READ_BYTES):
+    for start in range(0, file.num_bytes, _READ_BYTES):
         found.update(os.pread(fd, _READ_BYTES, start))
-    return found.hexdigest() == item.digest
+    return found.hexdigest() == file.digest
 
 
 class _Check:
     """Counts the bytes, and computes the digest if there is one to compare with."""
 
-    def __init__(self, item: RemoteFileVersion) -> None:
-        self._item = item
+    def __init__(self, file: RemoteFileVersion) -> None:
+        self._file = file
         self.num_bytes = 0
         self._found = None
-        if item.digest:
+        if file.digest:
             from blake3 import blake3
 
             self._found = blake3()
@@ -89,25 +89,25 @@ class _Check:
             self._found.update(data)
 
     def finish(self) -> None:
-        if self.num_bytes != self._item.num_bytes:
-            raise incomplete_error(self._item.url, self._item.num_bytes, self.num_bytes)
-        if self._found is not None and self._found.hexdigest() != self._item.digest:
-            raise digest_mismatch_error(self._item.url)
+        if self.num_bytes != self._file.num_bytes:
+            raise incomplete_error(self._file.url, self._file.num_bytes, self.num_bytes)
+        if self._found is not None and self._found.hexdigest() != self._file.digest:
+            raise digest_mismatch_error(self._file.url)
 
 
-def _write(fd: int, data: bytes, start: int, make_free: Callable[[int], bool]) -> None:
+def _write(fd: int, data: bytes, start: int, evict: Callable[[int], bool]) -> None:
     rest = memoryview(data)
     while rest:
-        done = _until_room(partial(os.pwrite, fd, rest, start), len(rest), make_free)
+        done = _retry_with_space(partial(os.pwrite, fd, rest, start), len(rest), evict)
         rest, start = rest[done:], start + done
 
 
-def _until_room(act: Callable[[], T], num_bytes: int, make_free: Callable[[int], bool]) -> T:
+def _retry_with_space(act: Callable[[], T], num_bytes: int, evict: Callable[[int], bool]) -> T:
     while True:
         try:
             return act()
         except OSError as error:
-            if not is_disk_full(error) or not make_free(num_bytes):
+            if not is_disk_full(error) or not evict(num_bytes):
                 raise
 
 

@@ -34,20 +34,20 @@ def cached_file(name: str, stat: os.stat_result) -> CachedFile:
 
 
 def eviction_order(
-    files: Iterable[CachedFile], wanted: Collection[str], now: float, *, is_ahead: bool
+    files: Iterable[CachedFile], wanted: Collection[str], now: float, *, is_prefetch: bool
 ) -> list[CachedFile]:
     """The order in which files are evicted for one that is needed now, or for one that is prefetched. ``wanted``: names
     that the requesting process will need. What other processes need is known from the time stamps alone."""
     used: list[CachedFile] = []
-    wished: list[CachedFile] = []
+    needed: list[CachedFile] = []
     for file in files:
-        is_wished = file.name in wanted or (not file.was_used and now - file.stamped_at < AHEAD_S)
-        (wished if is_wished else used).append(file)
+        is_needed = file.name in wanted or (not file.was_used and now - file.stamped_at < AHEAD_S)
+        (needed if is_needed else used).append(file)
     used.sort(key=lambda file: file.stamped_at)
-    if is_ahead:
+    if is_prefetch:
         return used
     # Files are prefetched in the order of need: the youngest is needed latest.
-    return used + sorted(wished, key=lambda file: file.stamped_at, reverse=True)
+    return used + sorted(needed, key=lambda file: file.stamped_at, reverse=True)
 
 
 def mark_used(fd: int) -> None:

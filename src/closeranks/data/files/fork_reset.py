@@ -18,16 +18,16 @@ class ForkResettable(Protocol):
         ...
 
 
-_KNOWN: WeakSet[ForkResettable] = WeakSet()
+_REGISTERED: WeakSet[ForkResettable] = WeakSet()
 
 
-def register_fork_reset(thing: ForkResettable) -> None:
-    _KNOWN.add(thing)
+def register_fork_reset(obj: ForkResettable) -> None:
+    _REGISTERED.add(obj)
 
 
-def _forget_all() -> None:
-    for thing in tuple(_KNOWN):
-        thing.reset_after_fork()
+def _reset_all() -> None:
+    for obj in tuple(_REGISTERED):
+        obj.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_all)

@@ -40,10 +40,10 @@ class RemoteFiles:
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._storage: Storage | None = None
-        self._ahead = FilePrefetcher(self._fetch_ahead)
+        self._prefetcher = FilePrefetcher(self._prefetch_file)
 
     def __getstate__(self) -> dict[str, Any]:
-        live = ("_lock", "_storage", "_ahead")
+        live = ("_lock", "_storage", "_prefetcher")
         return {name: value for name, value in self.__dict__.items() if name not in live}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,32 +61,32 @@ class RemoteFiles:
     @contextmanager
     def local_path(self, name: str) -> Iterator[Path]:
         entry = self._entry(name)
-        with _worded():
-            held = self._cache.acquire(self._item(entry), lambda: self._bring(entry), self._wanted)
+        with _translate_errors():
+            held = self._cache.acquire(self._file_version(entry), lambda: self._fetch(entry), self._wanted)
         try:
             yield held.path
         finally:
             held.release()
-            self._ahead.space_changed()
+            self._prefetcher.space_changed()
 
     def read(self, name: str) -> bytes:
         """Reads the listed version if the file was listed; hidden files and files added later are not listed."""
-        with _worded():
+        with _translate_errors():
             if name in self._listed():
-                return b"".join(self._bring(self._entry(name)))
+                return b"".join(self._fetch(self._entry(name)))
             return self._opened().read(name)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        self._ahead.prefetch(names)
+        self._prefetcher.prefetch(names)
 
     def discard(self, name: str) -> None:
-        self._cache.discard(self._item(self._entry(name)))
+        self._cache.discard(self._file_version(self._entry(name)))
 
     def full_name(self, name: str) -> str:
         return f"{self._base}/{name}"
 
     def close(self) -> None:
-        self._ahead.close()
+        self._prefetcher.close()
         self._cache.close()
 
     def _opened(self) -> Storage:
@@ -98,7 +98,7 @@ class RemoteFiles:
     def _listed(self) -> dict[str, FileInfo]:
         with self._lock:
             if self._listing is None:
-                with _worded():
+                with _translate_errors():
                     found = self._as_file() or open_storage(self._base).entries()
                 if not found:
                     raise empty_error(self.url)
@@ -123,26 +123,26 @@ class RemoteFiles:
             raise not_listed_error(name, self.url)
         return FileEntry(info.name, info.num_bytes, info.version)
 
-    def _item(self, entry: FileEntry) -> RemoteFileVersion:
+    def _file_version(self, entry: FileEntry) -> RemoteFileVersion:
         return RemoteFileVersion(
             self.full_name(entry.name), entry.num_bytes, entry.version, self._digests.get(entry.name, "")
         )
 
     def _wanted(self) -> Collection[str]:
         listed = self._listed()
-        known = (self._entry(name) for name in self._ahead.pending if name in listed)
-        return {self._cache.path_of(self._item(entry)).name for entry in known}
+        known = (self._entry(name) for name in self._prefetcher.pending if name in listed)
+        return {self._cache.path_of(self._file_version(entry)).name for entry in known}
 
-    def _bring(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
+    def _fetch(self, entry: FileEntry, stop: threading.Event | None = None) -> Generator[bytes, None, None]:
         return self._opened().fetch(entry, stop)
 
-    def _fetch_ahead(self, name: str, stop: threading.Event) -> PrefetchOutcome:
+    def _prefetch_file(self, name: str, stop: threading.Event) -> PrefetchOutcome:
         entry = self._entry(name)
-        return self._cache.prefetch(self._item(entry), lambda: self._bring(entry, stop), self._wanted)
+        return self._cache.prefetch(self._file_version(entry), lambda: self._fetch(entry, stop), self._wanted)
 
 
 @contextmanager
-def _worded() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except StorageError as error:

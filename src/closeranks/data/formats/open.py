@@ -73,7 +73,7 @@ _CONVERT = "Name another folder, or make shards of it with 'closeranks data buil
 
 def open_records(files: Files, format: str, index: IndexLocation) -> Records:
     """``format``: empty to detect it, else one of ``FORMATS`` or ``shards``."""
-    name = _settled(files, format)
+    name = _resolve_format(files, format)
     if name == SHARDS:
         from closeranks.data.shards.records import ShardRecords
 
@@ -87,7 +87,7 @@ def open_records(files: Files, format: str, index: IndexLocation) -> Records:
 
 def open_tokens(files: Files, format: str, index: IndexLocation, field: str) -> Tokens:
     """``field``: the field with the tokens in formats of records; empty: determined from the first record."""
-    name = _settled(files, format)
+    name = _resolve_format(files, format)
     if name == SHARDS:
         return _shard_tokens(files, index, field)
     module = _module(name)
@@ -120,7 +120,7 @@ def detect(files: Files) -> str:
     )
 
 
-def _settled(files: Files, format: str) -> str:
+def _resolve_format(files: Files, format: str) -> str:
     if not format:
         return detect(files)
     names = (*_BY_NAME, SHARDS)

@@ -34,12 +34,12 @@ _DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int64))
 class RecordTokens:
     """The records of a store, concatenated, as one stream."""
 
-    def __init__(self, records: Records, files: Files, field: str, place: IndexLocation) -> None:
-        self._files, self._given, self._place = files, field, place
+    def __init__(self, records: Records, files: Files, field: str, location: IndexLocation) -> None:
+        self._files, self._given, self._location = files, field, location
         self._field = field or _found_field(records, files)
         self._records = records = select_fields(records, (self._field,))
         settings: Mapping[str, str | int] = {"field": self._field, "records": records.identity, "version": 1}
-        index = saved_index(place, files, files.list(), "tokens-of", self._build, settings)
+        index = saved_index(location, files, files.list(), "tokens-of", self._build, settings)
         self._ends: Ints = index["ends"]
         is_text, largest = index["summary"].tolist()
         self.vocab_size = 256 if is_text else 0
@@ -49,7 +49,7 @@ class RecordTokens:
         self.block = max(1, records.block * per_record) if records.block else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RecordTokens, (self._records, self._files, self._given, self._place)
+        return RecordTokens, (self._records, self._files, self._given, self._location)
 
     @property
     def num_tokens(self) -> int:

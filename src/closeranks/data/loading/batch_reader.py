@@ -85,12 +85,12 @@ class ReadPlan:
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even, shares=self.shares)
 
-    def micro_batches_from(self, step: int, share: WorkerSlice) -> Iterator[MicroBatch]:
+    def micro_batches_from(self, step: int, worker_slice: WorkerSlice) -> Iterator[MicroBatch]:
         """All micro-batches of a worker's slice from ``step`` to the end of the run, numbered from ``step`` on."""
         number = 0
         for later in range(step, self.schedule.num_steps):
             for micro_batch in self.assigned(later):
-                if number % share.count == share.number:
+                if number % worker_slice.count == worker_slice.number:
                     yield micro_batch
                 number += 1
 
@@ -98,12 +98,12 @@ class ReadPlan:
 class BatchReader:
     """Reads the micro-batches of a plan in order, from one step on; a reader has one current position."""
 
-    def __init__(self, plan: ReadPlan, step: int, share: WorkerSlice | None = None) -> None:
+    def __init__(self, plan: ReadPlan, step: int, worker_slice: WorkerSlice | None = None) -> None:
         self.plan = plan
         self.source: LoaderSource = as_loader_source(plan.source)
-        self._rows = SampleReader(self.source, plan.settings, plan.known)
-        sequence = plan.micro_batches_from(step, share or WorkerSlice())
-        self._coming = SampleLookahead(self.source, plan.order, sequence, plan.settings.max_wanted)
+        self._sample_reader = SampleReader(self.source, plan.settings, plan.known)
+        sequence = plan.micro_batches_from(step, worker_slice or WorkerSlice())
+        self._lookahead = SampleLookahead(self.source, plan.order, sequence, plan.settings.max_wanted)
 
     def read(self, step: int) -> list[LoadedBatch]:
         """This rank's micro-batches of the next step; possibly none if the step has fewer micro-batches than there are
@@ -111,11 +111,11 @@ class BatchReader:
         return [self.read_next() for _ in self.plan.assigned(step)]
 
     def read_next(self) -> LoadedBatch:
-        planned = self._coming.next()
+        planned = self._lookahead.next()
         micro_batch = planned.micro_batch
         with measure() as times:
-            rows = self._rows.read(planned.ids, self._after(micro_batch))
-        return LoadedBatch(_without(micro_batch, len(rows.skipped)), rows.batch, rows.skipped, times)
+            checked = self._sample_reader.read(planned.ids, self._after(micro_batch))
+        return LoadedBatch(_without(micro_batch, len(checked.skipped)), checked.batch, checked.skipped, times)
 
     def _after(self, micro_batch: MicroBatch) -> Iterator[Ints]:
         """The samples that follow in the order, in batches of the same size: replacements for a batch whose samples are

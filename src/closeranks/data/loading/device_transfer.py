@@ -45,18 +45,18 @@ class DeviceTransfer:
         if self.device.type == "cpu":
             return loaded
         if not self._is_cuda:
-            return [replace(one, batch=_mapped(one.batch, self._plainly)) for one in loaded]
+            return [replace(one, batch=_mapped(one.batch, self._copy)) for one in loaded]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._stream):
-            moved = [replace(one, batch=_mapped(one.batch, self._plainly)) for one in loaded]
+            moved = [replace(one, batch=_mapped(one.batch, self._copy)) for one in loaded]
         current.wait_stream(self._stream)
         for one in moved:
             map_tensors(one.batch, lambda tensor: _used_on(tensor, current))
         return moved
 
-    def _plainly(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
 

@@ -47,7 +47,7 @@ class ForkServerClient:
                 process_group=0,  # a signal to the rank's group is not for its workers, which may not ignore it yet
             )
         self._exited: dict[int, int] = {}
-        self._num_seats = 0
+        self._num_started = 0
         self._is_closed = False
 
     @property
@@ -58,11 +58,11 @@ class ForkServerClient:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def start_worker(self, seat: StartLoaderWorker, own: socket.socket, plan_fd: int) -> int:
+    def start_worker(self, request: StartLoaderWorker, own: socket.socket, plan_fd: int) -> int:
         """Request a worker; returns its key. That the fork server is gone is noticed by ``poll_exits``."""
-        key, self._num_seats = self._num_seats, self._num_seats + 1
+        key, self._num_started = self._num_started, self._num_started + 1
         with suppress(SocketClosed):
-            messages.send(self.control, replace(seat, key=key), own.fileno(), plan_fd)
+            messages.send(self.control, replace(request, key=key), own.fileno(), plan_fd)
         return key
 
     def poll_exits(self, wait_s: float = 0.0) -> dict[int, int]:
@@ -71,9 +71,9 @@ class ForkServerClient:
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         while waiting.poll(wait_s * 1000):
-            said, _ = messages.receive(self.control)
-            assert isinstance(said, LoaderWorkerExited)
-            self._exited[said.key] = said.status
+            message, _ = messages.receive(self.control)
+            assert isinstance(message, LoaderWorkerExited)
+            self._exited[message.key] = message.status
             wait_s = 0.0
         return self._exited
 

@@ -52,12 +52,12 @@ class Loader:
             raise length_changed_error(schedule.num_samples, order.num_samples, as_loader_source(source).identity)
         self._plan = ReadPlan(source, order, schedule, data_rank, data_size, settings or ReadSettings(), even)
         self._quarantine = quarantine
-        self._placing = DeviceTransfer(device)
+        self._transfer = DeviceTransfer(device)
         self._next: int | None = None
-        self._nursery: ForkServerClient | None = None
-        self._crew: LoaderWorkerPool | None = None
+        self._fork_server: ForkServerClient | None = None
+        self._pool: LoaderWorkerPool | None = None
         self._reader: BatchReader | None = None
-        self._ahead: PrefetchThread | None = None
+        self._prefetch_thread: PrefetchThread | None = None
         self._load: Callable[[int], list[LoadedBatch]] | None = None
         self._failure: CloseranksError | None = None
         self.wait_s = 0.0
@@ -91,27 +91,27 @@ class Loader:
         if not steps:
             return
         if settings.workers:
-            self._crew = LoaderWorkerPool(plan, step, self._nursery_now())
-            load = self._crew.read
+            self._pool = LoaderWorkerPool(plan, step, self._running_fork_server())
+            load = self._pool.read
         else:
             self._reader = BatchReader(plan, step)
             load = self._reader.read
-        self._load = self._placing.with_pinning(load)
-        if settings.prefetch and not (settings.workers and not self._placing.is_cuda):
+        self._load = self._transfer.with_pinning(load)
+        if settings.prefetch and not (settings.workers and not self._transfer.is_cuda):
             depth = 1 if settings.workers else settings.prefetch  # processes read ahead themselves; a thread pins
-            self._ahead = PrefetchThread(self._load, steps, depth, plan.source.identity)
+            self._prefetch_thread = PrefetchThread(self._load, steps, depth, plan.source.identity)
 
     def take(self, step: int) -> list[LoadedBatch]:
         """This rank's micro-batches of ``step``, on the device; an empty list if it has none."""
         if step != self._next or step >= self._plan.schedule.num_steps:
-            place = "is not started" if self._next is None else f"is before step {self._next}"
-            raise ValueError(f"take({step}), but the loader {place} of {self._plan.schedule.num_steps}")
+            state = "is not started" if self._next is None else f"is before step {self._next}"
+            raise ValueError(f"take({step}), but the loader {state} of {self._plan.schedule.num_steps}")
         if self._failure is not None:
             raise self._failure
         assert self._load is not None
         began = time.perf_counter()
         try:
-            loaded = self._load(step) if self._ahead is None else self._ahead.take()
+            loaded = self._load(step) if self._prefetch_thread is None else self._prefetch_thread.take()
         except CloseranksError as error:
             self._failure = error
             raise
@@ -119,35 +119,35 @@ class Loader:
             self.wait_s += time.perf_counter() - began
         self._next = step + 1
         self.last_times = sum((one.times for one in loaded), StageTimes())
-        return self._placing.to_device(loaded)
+        return self._transfer.to_device(loaded)
 
     def close(self) -> None:
         """Stop prefetching; threads and processes are gone when this returns, within seconds. Safe to call twice;
         ``start`` reopens the loader."""
-        nursery, self._nursery = self._nursery, None
-        self._stop(nursery)
+        fork_server, self._fork_server = self._fork_server, None
+        self._stop(fork_server)
 
-    def _stop(self, nursery: ForkServerClient | None = None) -> None:
+    def _stop(self, fork_server: ForkServerClient | None = None) -> None:
         """Stop the thread and the workers, and the fork server if it is given; otherwise it is kept, so that the next
         start need not wait for it."""
         self._next = self._load = None
-        crew, self._crew = self._crew, None
-        ahead, self._ahead = self._ahead, None
+        pool, self._pool = self._pool, None
+        prefetch_thread, self._prefetch_thread = self._prefetch_thread, None
         reader, self._reader = self._reader, None
-        if crew is not None:
-            crew.stop()
-        if ahead is not None:
-            ahead.close()
-        if nursery is not None:
-            nursery.close()
-        if crew is not None:
-            crew.close()
-        if reader is not None and not (ahead and ahead.is_alive):
+        if pool is not None:
+            pool.stop()
+        if prefetch_thread is not None:
+            prefetch_thread.close()
+        if fork_server is not None:
+            fork_server.close()
+        if pool is not None:
+            pool.close()
+        if reader is not None and not (prefetch_thread and prefetch_thread.is_alive):
             reader.source.close()
 
-    def _nursery_now(self) -> ForkServerClient:
-        if self._nursery is not None and not self._nursery.is_alive:
-            self._nursery.close()
-            self._nursery = None
-        self._nursery = self._nursery or ForkServerClient()
-        return self._nursery
+    def _running_fork_server(self) -> ForkServerClient:
+        if self._fork_server is not None and not self._fork_server.is_alive:
+            self._fork_server.close()
+            self._fork_server = None
+        self._fork_server = self._fork_server or ForkServerClient()
+        return self._fork_server

@@ -43,29 +43,29 @@ class SampleLookahead:
         self._micro_batches = micro_batches
         self._max_wanted = max_wanted
         self._window: deque[PlannedBatch] = deque()
-        self._num_told = 0
+        self._num_announced = 0
 
     def next(self) -> PlannedBatch:
         """Never raises ``StopIteration``: the caller knows the schedule."""
-        if 2 * self._num_told <= self._max_wanted:
-            self._tell()
+        if 2 * self._num_announced <= self._max_wanted:
+            self._announce()
         elif not self._window:
             self._fill()
-        self._num_told = max(0, self._num_told - 1)
+        self._num_announced = max(0, self._num_announced - 1)
         return self._window.popleft()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         while len(self._window) < max(self._max_wanted, 1) and self._fill():
             pass
-        wanted, room = [], _MAX_WANTED_SAMPLES
+        wanted, left = [], _MAX_WANTED_SAMPLES
         for planned in islice(self._window, self._max_wanted):
             wanted.append(planned.ids)
-            room -= len(planned.ids)
-            if room <= 0:
+            left -= len(planned.ids)
+            if left <= 0:
                 break
-        if len(wanted) > self._num_told:  # at the end of the run there is nothing new to announce
+        if len(wanted) > self._num_announced:  # at the end of the run there is nothing new to announce
             self._source.prefetch(np.concatenate(wanted))
-            self._num_told = len(wanted)
+            self._num_announced = len(wanted)
 
     def _fill(self) -> bool:
         """Look up the samples of some more micro-batches; returns whether there were any."""

@@ -70,9 +70,9 @@ class LoaderWorkerFailed:
     @classmethod
     def from_exception(cls, error: BaseException, what: str) -> LoaderWorkerFailed:
         """``what`` describes the operation, for errors that do not say it themselves."""
-        told = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe_error(error)}")
+        reported = error if isinstance(error, CloseranksError) else DataError(f"{what} raised {describe_error(error)}")
         text = "".join(traceback.format_exception(error))
-        return cls(encode(told), text[-_TRACEBACK_CHARACTERS:])
+        return cls(encode(reported), text[-_TRACEBACK_CHARACTERS:])
 
     def to_exception(self, process: str) -> CloseranksError:
         error = decode(self.error)

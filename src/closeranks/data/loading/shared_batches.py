@@ -41,7 +41,7 @@ class SharedBatchRef(NamedTuple):
     """Slots that have become too small and are not used again."""
 
 
-class _Lying(NamedTuple):
+class _TensorRef(NamedTuple):
     """A tensor in a slot."""
 
     at: int
@@ -61,16 +61,16 @@ class _Packer(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[tuple[Tensor, _Lying]] = []
+        self.tensors: list[tuple[Tensor, _TensorRef]] = []
         self.end = 0
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.device.type != "cpu" or obj.is_quantized:
             return None
-        lying = _Lying(_aligned(self.end), obj.dtype, tuple(obj.shape))
-        self.tensors.append((obj.detach(), lying))
-        self.end = lying.at + obj.numel() * obj.element_size()
-        return tuple(lying)
+        tensor_ref = _TensorRef(_aligned(self.end), obj.dtype, tuple(obj.shape))
+        self.tensors.append((obj.detach(), tensor_ref))
+        self.end = tensor_ref.at + obj.numel() * obj.element_size()
+        return tuple(tensor_ref)
 
 
 class _Unpacker(pickle.Unpickler):
@@ -79,7 +79,7 @@ class _Unpacker(pickle.Unpickler):
         self._slot = slot
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return _Lying(*pid).view(self._slot)
+        return _TensorRef(*pid).view(self._slot)
 
 
 class SharedBatchWriter:
@@ -97,10 +97,10 @@ class SharedBatchWriter:
         packer = _Packer(stream)
         packer.dump(value)
         header, header_at = stream.getbuffer(), _aligned(packer.end)
-        slot, dropped, fd = self._room(header_at + len(header))
+        slot, dropped, fd = self._slot_for(header_at + len(header))
         memory = self._slots[slot]
-        for tensor, lying in packer.tensors:
-            lying.view(memory).copy_(tensor)
+        for tensor, tensor_ref in packer.tensors:
+            tensor_ref.view(memory).copy_(tensor)
         memory[header_at : header_at + len(header)] = np.frombuffer(header, dtype=np.uint8)
         return SharedBatchRef(slot, header_at, len(header), dropped), fd
 
@@ -108,7 +108,7 @@ class SharedBatchWriter:
         """The rank no longer uses this slot."""
         self._free.append(slot)
 
-    def _room(self, num_bytes: int) -> tuple[int, tuple[int, ...], int | None]:
+    def _slot_for(self, num_bytes: int) -> tuple[int, tuple[int, ...], int | None]:
         """A slot of at least this size. One that is too small is replaced by a larger one, so that the number of slots
         does not grow."""
         if self._free:
@@ -139,18 +139,18 @@ class SharedBatchReader:
     def add(self, slot: int, fd: int) -> None:
         self._slots[slot] = mmap.mmap(fd, 0)
 
-    def take(self, parcel: SharedBatchRef) -> Any:
+    def take(self, ref: SharedBatchRef) -> Any:
         """The value that was put. Its tensors are views of the slot, which is in use until the last of them is
         freed."""
-        for slot in parcel.dropped:
+        for slot in ref.dropped:
             del self._slots[slot]
-        memory = np.frombuffer(self._slots[parcel.slot], dtype=np.uint8)
-        header = memory[parcel.header_at : parcel.header_at + parcel.header_bytes].tobytes()
+        memory = np.frombuffer(self._slots[ref.slot], dtype=np.uint8)
+        header = memory[ref.header_at : ref.header_at + ref.header_bytes].tobytes()
         # Every tensor in the slot references this very array: when it is freed, the slot has no users left.
-        self._lent[parcel.slot] = weakref.ref(memory, partial(self._give_back, parcel.slot))
+        self._lent[ref.slot] = weakref.ref(memory, partial(self._release, ref.slot))
         return _Unpacker(io.BytesIO(header), memory).load()
 
-    def _give_back(self, slot: int, _: weakref.ref[Any]) -> None:
+    def _release(self, slot: int, _: weakref.ref[Any]) -> None:
         self._lent.pop(slot, None)
         self.free.append(slot)
 

@@ -59,28 +59,28 @@ class ForkServer:
         try:
             while True:
                 for fd, _ in self._waiting.poll():
-                    self._reap(fd) if fd in self._children else self._obey()
+                    self._reap(fd) if fd in self._children else self._handle_request()
         except SocketClosed:
             self._end_all()
 
-    def _obey(self) -> None:
-        wish, fds = messages.receive(self._control)
-        if isinstance(wish, StartLoaderWorker):
-            self._fork(wish, fds)
+    def _handle_request(self) -> None:
+        request, fds = messages.receive(self._control)
+        if isinstance(request, StartLoaderWorker):
+            self._fork(request, fds)
             return
         for pidfd, (key, _) in self._children.items():
-            if key == wish.key:
+            if key == request.key:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
-    def _fork(self, seat: StartLoaderWorker, fds: list[int]) -> None:
-        nursery = os.getpid()
+    def _fork(self, request: StartLoaderWorker, fds: list[int]) -> None:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _live(seat, fds, nursery, (self._control.fileno(), *self._children))
+            _run_worker(request, fds, parent, (self._control.fileno(), *self._children))
         for fd in fds:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = (seat.key, pid)
+        self._children[pidfd] = (request.key, pid)
         self._waiting.register(pidfd, select.POLLIN)
 
     def _reap(self, pidfd: int) -> None:
@@ -102,15 +102,15 @@ class ForkServer:
             os.waitpid(pid, 0)
 
 
-def _live(seat: StartLoaderWorker, fds: list[int], nursery: int, inherited: tuple[int, ...]) -> NoReturn:
+def _run_worker(request: StartLoaderWorker, fds: list[int], parent: int, inherited: tuple[int, ...]) -> NoReturn:
     """The main function of a worker; never returns, whatever the dataset's code does."""
     code = 1
     try:
-        die_with_parent(nursery)
+        die_with_parent(parent)
         faulthandler.register(signal.SIGUSR1, file=2)  # the agent requests a traceback when a read hangs
         for fd in inherited:
             os.close(fd)
-        _work(seat, socket.socket(fileno=fds[0]), fds[1])
+        _work(request, socket.socket(fileno=fds[0]), fds[1])
         code = 0
     except SocketClosed:
         code = 0
@@ -122,9 +122,9 @@ def _live(seat: StartLoaderWorker, fds: list[int], nursery: int, inherited: tupl
         os._exit(code)
 
 
-def _work(seat: StartLoaderWorker, rank: socket.socket, plan_fd: int) -> None:
+def _work(request: StartLoaderWorker, rank: socket.socket, plan_fd: int) -> None:
     try:
-        _read_all(_open(seat, plan_fd), seat, rank)
+        _read_all(_open(request, plan_fd), request, rank)
     except SocketClosed:
         raise
     except BaseException as error:  # any error must reach the rank, which would otherwise wait forever
@@ -133,10 +133,10 @@ def _work(seat: StartLoaderWorker, rank: socket.socket, plan_fd: int) -> None:
         messages.receive(rank)
 
 
-def _open(seat: StartLoaderWorker, plan_fd: int) -> ReadPlan:
-    sys.path[:] = seat.sys_path
-    if seat.main_path:
-        multiprocessing.spawn.prepare({"init_main_from_path": seat.main_path})
+def _open(request: StartLoaderWorker, plan_fd: int) -> ReadPlan:
+    sys.path[:] = request.sys_path
+    if request.main_path:
+        multiprocessing.spawn.prepare({"init_main_from_path": request.main_path})
     from closeranks.data.loading.shared_pickle import unpack
 
     plan: ReadPlan = unpack(plan_fd)
@@ -144,16 +144,16 @@ def _open(seat: StartLoaderWorker, plan_fd: int) -> ReadPlan:
     return plan
 
 
-def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> None:
+def _read_all(plan: ReadPlan, request: StartLoaderWorker, rank: socket.socket) -> None:
     from closeranks.data.loading.batch_reader import BatchReader, WorkerSlice
     from closeranks.data.loading.shared_batches import SharedBatchWriter
 
-    share = WorkerSlice(seat.number, seat.count)
-    reader, outbox, permit = BatchReader(plan, seat.step, share), SharedBatchWriter(), _Permit(rank)
+    worker_slice = WorkerSlice(request.number, request.count)
+    reader, writer, permit = BatchReader(plan, request.step, worker_slice), SharedBatchWriter(), _Permit(rank)
     streams = derive_seed("reading", repr(plan.order))
-    for micro_batch in plan.micro_batches_from(seat.step, share):
+    for micro_batch in plan.micro_batches_from(request.step, worker_slice):
         for slot in permit.wait_for(micro_batch.step):
-            outbox.reuse(slot)
+            writer.reuse(slot)
         _seed(derive_seed(streams, micro_batch.step, micro_batch.index))
         try:
             loaded = reader.read_next()
@@ -162,8 +162,8 @@ def _read_all(plan: ReadPlan, seat: StartLoaderWorker, rank: socket.socket) -> N
         except BaseException as error:
             what = f"reading step {micro_batch.step + 1} of {plan.source.identity} raised {describe_error(error)}"
             raise DataError(what) from error
-        parcel, fd = outbox.put(loaded.to_message())
-        messages.send(rank, parcel, *(() if fd is None else (fd,)))
+        ref, fd = writer.put(loaded.to_message())
+        messages.send(rank, ref, *(() if fd is None else (fd,)))
         if fd is not None:
             os.close(fd)
 
@@ -180,12 +180,12 @@ class _Permit:
         free: list[int] = []
         while True:
             try:
-                go, _ = messages.receive(self._rank, flags=0 if step >= self._until else socket.MSG_DONTWAIT)
+                credit, _ = messages.receive(self._rank, flags=0 if step >= self._until else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return free
-            assert isinstance(go, ReadCredit)
-            self._until = max(self._until, go.step)
-            free += go.free
+            assert isinstance(credit, ReadCredit)
+            self._until = max(self._until, credit.step)
+            free += credit.free
 
 
 def _seed(seed: int) -> None:

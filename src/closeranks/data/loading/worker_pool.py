@@ -29,7 +29,7 @@ from closeranks.data.loading.shared_pickle import pack
 from closeranks.data.sampling.order import MicroBatch
 
 _POLL_MS = 1000
-_LAST_WORDS_S = 2.0
+_EXIT_REPORT_S = 2.0
 _FIX = (
     "Its output may say more. If memory ran out, lower data.workers or data.prefetch; "
     "data.workers = 0 reads in a thread of the rank."
@@ -43,21 +43,21 @@ class LoaderStopped(Exception):
 class _Process:
     """One loader worker, as its rank sees it."""
 
-    def __init__(self, seat: StartLoaderWorker, nursery: ForkServerClient, plan_fd: int) -> None:
-        self.number = seat.number
-        self.inbox = SharedBatchReader()
+    def __init__(self, request: StartLoaderWorker, fork_server: ForkServerClient, plan_fd: int) -> None:
+        self.number = request.number
+        self.batches = SharedBatchReader()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.key = nursery.start_worker(seat, theirs, plan_fd)
+            self.key = fork_server.start_worker(request, theirs, plan_fd)
         self._unsent: list[int] = []
         self._waiting = select.poll()
         self._waiting.register(self.socket, select.POLLIN)
-        self._waiting.register(nursery.control, select.POLLIN)
+        self._waiting.register(fork_server.control, select.POLLIN)
 
-    def let_go(self, until: int) -> None:
+    def send_credit(self, until: int) -> None:
         """Permit reading of steps before ``until``. What does not fit into the socket's buffer now is sent with the
         next call."""
-        free = self.inbox.free
+        free = self.batches.free
         while free:
             self._unsent.append(free.popleft())
         # The buffer is full for now, or the worker is gone, which the next read reports with its cause.
@@ -65,42 +65,42 @@ class _Process:
             messages.send(self.socket, ReadCredit(until, tuple(self._unsent)), flags=socket.MSG_DONTWAIT)
             self._unsent.clear()
 
-    def has_word(self, wait_ms: int) -> bool:
+    def has_message(self, wait_ms: int) -> bool:
         """Whether a message is there; returns early when the fork server has one."""
         return self.socket.fileno() in [fd for fd, _ in self._waiting.poll(wait_ms)]
 
     def receive(self) -> Packed | LoaderWorkerFailed:
-        said, fds = messages.receive(self.socket)
-        if isinstance(said, LoaderWorkerFailed):
-            return said
+        message, fds = messages.receive(self.socket)
+        if isinstance(message, LoaderWorkerFailed):
+            return message
         for fd in fds:
-            self.inbox.add(said.slot, fd)
+            self.batches.add(message.slot, fd)
             os.close(fd)
-        return cast(Packed, self.inbox.take(said))
+        return cast(Packed, self.batches.take(message))
 
 
 class LoaderWorkerPool:
-    def __init__(self, plan: ReadPlan, step: int, nursery: ForkServerClient) -> None:
+    def __init__(self, plan: ReadPlan, step: int, fork_server: ForkServerClient) -> None:
         """``UserError`` if the source cannot be pickled for the workers."""
         self._plan = plan
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._num_taken = 0
         self._is_stopped = False
         self._failure: CloseranksError | None = None
         plan_fd = pack(plan)
         try:
             count, script = plan.settings.workers, _script(plan_fd)
-            seats = [StartLoaderWorker(number, count, step, tuple(sys.path), script) for number in range(count)]
-            self._processes = [_Process(seat, nursery, plan_fd) for seat in seats]
+            requests = [StartLoaderWorker(number, count, step, tuple(sys.path), script) for number in range(count)]
+            self._processes = [_Process(request, fork_server, plan_fd) for request in requests]
         finally:
             os.close(plan_fd)
-        self._let_go(step + plan.settings.prefetch)
+        self._send_credits(step + plan.settings.prefetch)
 
     def read(self, step: int) -> list[LoadedBatch]:
         """``LoaderStopped`` if the pool was stopped meanwhile."""
         if self._failure is not None:
             raise self._failure
-        self._let_go(step + 1 + self._plan.settings.prefetch)
+        self._send_credits(step + 1 + self._plan.settings.prefetch)
         try:
             self._check_alive()
             return [self._read_next(micro_batch) for micro_batch in self._plan.assigned(step)]
@@ -118,37 +118,37 @@ class LoaderWorkerPool:
     def close(self) -> None:
         """Returns within a short, bounded time: workers that do not exit are killed."""
         self.stop()
-        self._nursery.stop_workers([process.key for process in self._processes])
+        self._fork_server.stop_workers([process.key for process in self._processes])
         for process in self._processes:
             process.socket.close()
 
-    def _let_go(self, until: int) -> None:
+    def _send_credits(self, until: int) -> None:
         for process in self._processes:
-            process.let_go(until)
+            process.send_credit(until)
 
     def _read_next(self, micro_batch: MicroBatch) -> LoadedBatch:
         process = self._processes[self._num_taken % len(self._processes)]
-        while not process.has_word(_POLL_MS):
+        while not process.has_message(_POLL_MS):
             self._check_alive()
         try:
-            said = process.receive()
+            message = process.receive()
         except SocketClosed:
-            self._check_alive(_LAST_WORDS_S)  # dead or about to die: the fork server knows how
+            self._check_alive(_EXIT_REPORT_S)  # dead or about to die: the fork server knows how
             raise CloseranksError(f"{self._named(process)} closed its connection", _FIX) from None
-        if isinstance(said, LoaderWorkerFailed):
-            raise said.to_exception(self._named(process))
+        if isinstance(message, LoaderWorkerFailed):
+            raise message.to_exception(self._named(process))
         self._num_taken += 1
-        return LoadedBatch.from_message(micro_batch, said)
+        return LoadedBatch.from_message(micro_batch, message)
 
     def _check_alive(self, wait_s: float = 0.0) -> None:
         """Raises if a worker has died; waits up to ``wait_s`` for a report of one."""
         if self._is_stopped:
             raise LoaderStopped
         try:
-            exited = self._nursery.poll_exits(wait_s)
+            exited = self._fork_server.poll_exits(wait_s)
         except SocketClosed:
-            what = f"the parent of the processes that read {self._plan.source.identity} {self._nursery.describe_exit()}"
-            raise CloseranksError(what, _FIX) from None
+            what = f"the parent of the processes that read {self._plan.source.identity}"
+            raise CloseranksError(f"{what} {self._fork_server.describe_exit()}", _FIX) from None
         for process in self._processes:
             if process.key in exited:
                 raise CloseranksError(f"{self._named(process)} {describe_exit_status(exited[process.key])}", _FIX)

@@ -103,7 +103,7 @@ class MixtureOrder(SampleOrder):
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.weights):
             raise ValueError(f"{len(self.parts)} parts of a mixture with {len(self.weights)} weights")
-        _turns(self.weights)
+        _interleave(self.weights)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -112,11 +112,11 @@ class MixtureOrder(SampleOrder):
     @property
     def effective_weights(self) -> tuple[float, ...]:
         """The shares after rounding."""
-        turns = _turns(self.weights)
-        return tuple(weight / turns.total for weight in turns.weights)
+        interleave = _interleave(self.weights)
+        return tuple(weight / interleave.total for weight in interleave.weights)
 
     def at(self, positions: Ints) -> Ints:
-        numbers, draws = _turns(self.weights).at(positions)
+        numbers, draws = _interleave(self.weights).at(positions)
         samples = np.empty_like(draws)
         offset = 0
         for number, part in enumerate(self.parts):
@@ -128,7 +128,7 @@ class MixtureOrder(SampleOrder):
 
 
 @lru_cache(maxsize=64)
-def _turns(weights: tuple[float, ...]) -> WeightedInterleave:
+def _interleave(weights: tuple[float, ...]) -> WeightedInterleave:
     return WeightedInterleave.of(weights)
 
 
@@ -151,10 +151,10 @@ class _Table:
 
 
 @lru_cache(maxsize=4)
-def _table(turns: WeightedInterleave, number: int) -> _Table:
-    first = number * turns.chunk_size
-    begun, done = _counts(turns, first), _counts(turns, first + turns.chunk_size)
-    parts = _walk(turns, first, turns.chunk_size, begun, done)
+def _table(interleave: WeightedInterleave, number: int) -> _Table:
+    first = number * interleave.chunk_size
+    begun, done = _counts(interleave, first), _counts(interleave, first + interleave.chunk_size)
+    parts = _walk(interleave, first, interleave.chunk_size, begun, done)
     draws = np.empty_like(parts)
     for part, count in enumerate(begun):
         own = np.flatnonzero(parts == part)
@@ -163,34 +163,34 @@ def _table(turns: WeightedInterleave, number: int) -> _Table:
 
 
 @lru_cache(maxsize=16)
-def _counts(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
+def _counts(interleave: WeightedInterleave, position: int) -> tuple[int, ...]:
     """Turns of each part before ``position``, such that all turns before and after can meet their constraints."""
-    first = max(0, position - turns.cycle_length)
-    begun = _apportioned(turns, first)
-    taken = np.bincount(_walk(turns, first, position - first, begun), minlength=len(begun))
+    first = max(0, position - interleave.cycle_length)
+    begun = _apportioned(interleave, first)
+    taken = np.bincount(_walk(interleave, first, position - first, begun), minlength=len(begun))
     return tuple(count + int(more) for count, more in zip(begun, taken, strict=True))
 
 
-def _apportioned(turns: WeightedInterleave, position: int) -> tuple[int, ...]:
+def _apportioned(interleave: WeightedInterleave, position: int) -> tuple[int, ...]:
     """(F): shares rounded down, and one more for the parts whose next deadline is earliest."""
-    total = turns.total
-    counts = [weight * position // total for weight in turns.weights]
-    started = [part for part, weight in enumerate(turns.weights) if weight * position % total]
-    deadlines = {part: -(-(counts[part] + 1) * total // turns.weights[part]) for part in started}
+    total = interleave.total
+    counts = [weight * position // total for weight in interleave.weights]
+    started = [part for part, weight in enumerate(interleave.weights) if weight * position % total]
+    deadlines = {part: -(-(counts[part] + 1) * total // interleave.weights[part]) for part in started}
     for part in sorted(started, key=lambda part: (deadlines[part], part))[: position - sum(counts)]:
         counts[part] += 1
     return tuple(counts)
 
 
 def _walk(
-    turns: WeightedInterleave, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None = None
+    interleave: WeightedInterleave, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None = None
 ) -> Ints:
     """The parts drawn from ``first`` on: the released turn with the earliest deadline. About 0.4 us per position.
 
     ``done``: the counts to arrive at.
     """
-    num_parts = len(turns.weights)
-    jobs = [_jobs(turns, part, first, length, begun, done) for part in range(num_parts)]
+    num_parts = len(interleave.weights)
+    jobs = [_jobs(interleave, part, first, length, begun, done) for part in range(num_parts)]
     releases = np.concatenate([release for release, _ in jobs])
     ranks = np.concatenate([deadline * num_parts + part for part, (_, deadline) in enumerate(jobs)])
     ascending = np.argsort(releases, kind="stable")
@@ -208,10 +208,10 @@ def _walk(
 
 
 def _jobs(
-    turns: WeightedInterleave, part: int, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None
+    interleave: WeightedInterleave, part: int, first: int, length: int, begun: Sequence[int], done: Sequence[int] | None
 ) -> tuple[Ints, Ints]:
     """Release and deadline, relative to ``first``, of the turns that a part may have in a walk."""
-    total, weight = turns.total, turns.weights[part]
+    total, weight = interleave.total, interleave.weights[part]
     passed, rest = divmod(weight * first, total)
     most = -(-weight * (first + length) // total) if done is None else done[part]
     numbers = np.arange(begun[part] - passed, most - passed, dtype=np.int64)

@@ -28,11 +28,11 @@ class SchemaColumns:
 
     __slots__ = ("_fields", "_head_bytes", "_sizes")
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, schema: Form) -> None:
         word = 1
         sizes: list[int] = []
         self._fields: list[tuple[str, str, np.dtype[Any], int, int]] = []
-        for field in form:
+        for field in schema:
             dtype = np.dtype(field.dtype).newbyteorder("<") if field.dtype else _NUMBERS.get(field.kind, np.dtype("u1"))
             self._fields.append((field.name, field.kind, dtype, word, field.ndim))
             if field.kind not in _NUMBERS:

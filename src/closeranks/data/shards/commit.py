@@ -144,7 +144,7 @@ def _standing(folder: Path) -> DatasetManifest | None:
 def _fields(finished: Iterable[FinishedShard]) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {}
     for shard in finished:
-        for form in shard.schemas:
-            for field in form:
+        for schema in shard.schemas:
+            for field in schema:
                 found.setdefault(field.name, set()).add(field.type_name)
     return {name: tuple(sorted(kinds)) for name, kinds in found.items()}

@@ -58,8 +58,8 @@ Form: TypeAlias = tuple[RecordField, ...]
 
 def encode(record: Mapping[str, Value]) -> tuple[Form, bytes]:
     """A record's schema, and its bytes after the first eight, which hold the number of the schema in its shard."""
-    form, fixed, variable = _taken_apart(record)
-    head = struct.Struct("<" + "".join(field.struct_codes for field in form))
+    schema, fixed, variable = _taken_apart(record)
+    head = struct.Struct("<" + "".join(field.struct_codes for field in schema))
     end = PREFIX.size + head.size
     chunks = [b""]
     for field, data in variable:
@@ -68,7 +68,7 @@ def encode(record: Mapping[str, Value]) -> tuple[Form, bytes]:
         end = start + len(data)
         fixed[fixed.index(None)] = end
     chunks[0] = head.pack(*fixed)
-    return form, b"".join([*chunks, bytes(_aligned(end) - end)])
+    return schema, b"".join([*chunks, bytes(_aligned(end) - end)])
 
 
 def _aligned(number: int) -> int:
@@ -77,19 +77,19 @@ def _aligned(number: int) -> int:
 
 def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tuple[RecordField, bytes]]]:
     """The schema, the fixed part (None where an end will be filled in), and the variable values."""
-    form: list[RecordField] = []
+    schema: list[RecordField] = []
     fixed: list[Any] = []
     variable: list[tuple[RecordField, bytes]] = []
     for name, value in record.items():
         if type(name) is not str or not name:
             raise BadRecordError(f"a field's name is {name!r}, not text")
         field, numbers, data = _encoded(name, value)
-        form.append(field)
+        schema.append(field)
         fixed += numbers
         if data is not None:
             fixed.append(None)
             variable.append((field, data))
-    return tuple(form), fixed, variable
+    return tuple(schema), fixed, variable
 
 
 def _encoded(name: str, value: Value) -> tuple[RecordField, Sequence[Any], bytes | None]:
@@ -143,12 +143,12 @@ class RecordDecoder:
 
     __slots__ = ("_fields", "_size", "_unpack")
 
-    def __init__(self, form: Form) -> None:
-        head = struct.Struct("<Q" + "".join(field.struct_codes for field in form))
+    def __init__(self, schema: Form) -> None:
+        head = struct.Struct("<Q" + "".join(field.struct_codes for field in schema))
         self._unpack, self._size = head.unpack_from, head.size
         self._fields = tuple(
             (field.name, field.kind, np.dtype(field.dtype).newbyteorder("<") if field.dtype else None, field.ndim)
-            for field in form
+            for field in schema
         )
 
     def __call__(self, data: memoryview, start: int, stop: int) -> dict[str, Value]:
@@ -197,16 +197,16 @@ def _plain(kind: str, data: memoryview) -> Value:
     return text if kind == "str" else json.loads(text)
 
 
-def encode_schemas(forms: Sequence[Form]) -> list[Any]:
-    return [[[f.name, f.kind, f.dtype, f.ndim][: 4 if f.kind == "array" else 2] for f in form] for form in forms]
+def encode_schemas(schemas: Sequence[Form]) -> list[Any]:
+    return [[[f.name, f.kind, f.dtype, f.ndim][: 4 if f.kind == "array" else 2] for f in schema] for schema in schemas]
 
 
 def decode_schemas(found: Any) -> list[Form]:
     """``ValueError``, ``TypeError`` or ``KeyError`` for values that are not schemas."""
-    forms = [tuple(RecordField(*field) for field in form) for form in found]
-    for form in forms:
-        for field in form:
+    schemas = [tuple(RecordField(*field) for field in schema) for schema in found]
+    for schema in schemas:
+        for field in schema:
             is_array = field.kind == "array" and field.dtype in ARRAY_DTYPES and 0 <= field.ndim <= _MAX_NDIM
             if type(field.name) is not str or not (is_array or field.kind in _FIXED):
                 raise ValueError(f"a field '{field.name}' of kind '{field.kind}'")
-    return forms
+    return schemas

@@ -114,14 +114,14 @@ class MappedShards:
             return
         others = sorted((shard for shard in self._mapped if shard not in wanted), key=self._used.__getitem__)
         for shard in others[: max(0, len(self._mapped) + len(missing) - self.most)]:
-            self._let_go(shard)
+            self._unmap(shard)
         try:
             for shard in missing:
                 self._mapped[shard] = self._map(self.manifest.shards[shard])
         finally:
             self._place_window()
 
-    def _let_go(self, shard: int) -> None:
+    def _unmap(self, shard: int) -> None:
         """Unmap a shard; arrays that are views of it keep the map alive. The file may be evicted now."""
         self._is_checked[self.first_block[shard] : self.first_block[shard + 1]] = False
         self._mapped.pop(shard).hold.close()
@@ -166,7 +166,7 @@ class MappedShards:
         if crc32c(mapped.view[start:stop]) != mapped.checksums[number]:
             if not self.files.is_local and shard not in self._fetched_again:
                 self._fetched_again.add(shard)
-                self._let_go(shard)
+                self._unmap(shard)
                 self._place_window()
                 self.files.discard(entry.name)
                 return False
@@ -189,5 +189,5 @@ class MappedShards:
 
     def close(self) -> None:
         for shard in list(self._mapped):
-            self._let_go(shard)
+            self._unmap(shard)
         self._place_window()

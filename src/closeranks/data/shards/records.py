@@ -25,7 +25,7 @@ from closeranks.data.shards.mapped_shards import AGAIN, MappedShards
 from closeranks.data.shards.shard_format import DATA_OFFSET
 from closeranks.data.shards.tokens import check_same, manifest_of
 
-_FORM = np.dtype("<u8")
+_SCHEMA_NUMBER = np.dtype("<u8")
 UNDECODABLE = (ValueError, TypeError, IndexError, struct.error, RecursionError)
 """What decoding raises on bytes that none of our writers wrote."""
 
@@ -66,8 +66,8 @@ class ShardRecords:
             half = len(indices) // 2
             return self.read(indices[:half]) + self.read(indices[half:])
         starts, stops = found.begin + DATA_OFFSET, found.end + DATA_OFFSET
-        forms = self._forms(self._addresses(found))
-        rows = zip(found.shard.tolist(), forms.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        schemas = self._schemas(self._addresses(found))
+        rows = zip(found.shard.tolist(), schemas.tolist(), starts.tolist(), stops.tolist(), strict=True)
         return [self._record(*row) for row in rows]
 
     def columns(self, indices: Ints, names: Collection[str]) -> dict[str, npt.NDArray[Any]] | None:
@@ -78,32 +78,35 @@ class ShardRecords:
         if found is None or np.count_nonzero(found.end - found.begin != found.end[0] - found.begin[0]):
             return None
         at = self._addresses(found)
-        forms = self._forms(at)
-        shard, form = int(found.shard[0]), int(forms[0])
-        self._record(shard, form, int(found.begin[0]) + DATA_OFFSET, int(found.end[0]) + DATA_OFFSET)
-        alike = self._columns[shard][form]
-        if not all(self._form(*pair) is alike for pair in set(zip(found.shard.tolist(), forms.tolist(), strict=True))):
+        schemas = self._schemas(at)
+        shard, schema = int(found.shard[0]), int(schemas[0])
+        self._record(shard, schema, int(found.begin[0]) + DATA_OFFSET, int(found.end[0]) + DATA_OFFSET)
+        alike = self._columns[shard][schema]
+        if not all(
+            self._schema_columns(*pair) is alike
+            for pair in set(zip(found.shard.tolist(), schemas.tolist(), strict=True))
+        ):
             return None
         return alike.read(self._shards.window.gather, at, names)
 
     def _addresses(self, found: ItemLocations) -> Ints:
         return self._shards.place[found.shard] + self._shards.address[found.shard] + found.begin + DATA_OFFSET
 
-    def _forms(self, at: Ints) -> npt.NDArray[np.uint64]:
-        forms: npt.NDArray[np.uint64] = self._shards.window.gather(at, PREFIX.size, _FORM)[:, 0]
-        return forms
+    def _schemas(self, at: Ints) -> npt.NDArray[np.uint64]:
+        schemas: npt.NDArray[np.uint64] = self._shards.window.gather(at, PREFIX.size, _SCHEMA_NUMBER)[:, 0]
+        return schemas
 
-    def _form(self, shard: int, number: int) -> SchemaColumns | None:
+    def _schema_columns(self, shard: int, number: int) -> SchemaColumns | None:
         if not self._shards[shard].decoders:
             self._decoders(shard)
         columns = self._columns[shard]
         return columns[number] if number < len(columns) else None
 
-    def _record(self, shard: int, form: int, start: int, stop: int) -> Record:
+    def _record(self, shard: int, schema: int, start: int, stop: int) -> Record:
         mapped = self._shards[shard]
         try:
             decoders = mapped.decoders or self._decoders(shard)
-            return decoders[form](mapped.view, start, stop)
+            return decoders[schema](mapped.view, start, stop)
         except UNDECODABLE as error:
             place = RecordLocation(self._files.full_name(self._names[shard]), start)
             raise BadRecordError(f"{place}: the record cannot be decoded ({error})", AGAIN) from error
@@ -126,12 +129,12 @@ class ShardRecords:
     def _decoders(self, shard: int) -> list[RecordDecoder]:
         mapped = self._shards[shard]
         try:
-            forms = decode_schemas(json.loads(self._shards.notes(shard))["forms"])
+            schemas = decode_schemas(json.loads(self._shards.notes(shard))["forms"])
         except (*UNDECODABLE, KeyError) as error:
             full = self._files.full_name(self._names[shard])
             raise DataError(f"'{full}' cannot be used: its record schema is invalid ({error})", AGAIN) from error
-        self._columns[shard] = [self._same.setdefault(form, SchemaColumns(form)) for form in forms]
-        mapped.decoders.extend(RecordDecoder(form) for form in forms)
+        self._columns[shard] = [self._same.setdefault(schema, SchemaColumns(schema)) for schema in schemas]
+        mapped.decoders.extend(RecordDecoder(schema) for schema in schemas)
         return mapped.decoders
 
     def where(self, index: int) -> RecordLocation:

@@ -225,7 +225,7 @@ class _Check:
         view = memoryview(self._bytes(0, DATA_OFFSET + shape.data_bytes))
         try:
             notes = json.loads(self._bytes(shape.notes_offset, shape.notes_bytes))
-            decoders = [RecordDecoder(form) for form in decode_schemas(notes["forms"])]
+            decoders = [RecordDecoder(schema) for schema in decode_schemas(notes["forms"])]
         except (*UNDECODABLE, KeyError) as error:
             return f"its record schema is invalid ({error})"
         for number, (start, stop) in enumerate(pairwise((offsets + DATA_OFFSET).tolist())):

@@ -77,7 +77,7 @@ class _Writer:
             self.cursor = self._last_cursor = found.notes.get("cursor")
             self._next += 1
 
-    def _room(self, num_bytes: int) -> ShardFile:
+    def _shard_for(self, num_bytes: int) -> ShardFile:
         """The shard for an item of this size: a new one if the item would make the current one too large."""
         if self._file is not None and self._file.num_bytes + num_bytes + 8 > self._shard_bytes:
             self._finish_shard()
@@ -159,7 +159,7 @@ class TokenShardWriter(_Writer):
                 wrong = smallest if smallest < 0 else largest
                 raise BadRecordError(f"a document holds the token {wrong}, and tokens are from 0 to {self._limit - 1}")
         data = ids.astype(self._dtype, copy=False).tobytes()
-        self._room(len(data)).append(data)
+        self._shard_for(len(data)).append(data)
         self._largest = max(self._largest, largest)
         self._note(len(data), cursor)
 
@@ -181,15 +181,15 @@ class RecordShardWriter(_Writer):
         shard_bytes: int = SHARD_BYTES,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._forms: dict[Form, int] = {}
+        self._schemas: dict[Form, int] = {}
         super().__init__(folder, ShardHeader("records", "", block_bytes), part, first, build, shard_bytes)
 
     def append(self, record: Mapping[str, Value], *, cursor: Any = None) -> None:
-        form, body = encode(record)
-        file = self._room(len(body) + PREFIX.size)
-        file.append(PREFIX.pack(self._forms.setdefault(form, len(self._forms))) + body)
+        schema, body = encode(record)
+        file = self._shard_for(len(body) + PREFIX.size)
+        file.append(PREFIX.pack(self._schemas.setdefault(schema, len(self._schemas))) + body)
         self._note(len(body) + PREFIX.size, cursor)
 
     def _notes(self) -> tuple[dict[str, Any], int]:
-        forms, self._forms = list(self._forms), {}
-        return {"forms": encode_schemas(forms)}, 0
+        schemas, self._schemas = list(self._schemas), {}
+        return {"forms": encode_schemas(schemas)}, 0

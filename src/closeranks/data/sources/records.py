@@ -70,18 +70,20 @@ class InferredFields:
 class RecordsSource:
     """Sample i is record i."""
 
-    def __init__(self, store: Records, files: Files, wish: RecordSelection, samples: range, identity: str) -> None:
+    def __init__(self, store: Records, files: Files, selection: RecordSelection, samples: range, identity: str) -> None:
         self.identity = identity
         self.block = store.block
         self._store, self._files = store, files
-        self._wish = wish
+        self._selection = selection
         self._samples = samples
-        self._settled = InferredFields({}, wish.fields) if wish.transform else _settle(store, wish, identity)
-        is_stacked = self._settled.is_plain and self._settled.columns.keys() == self._settled.fields.keys()
+        self._inferred = (
+            InferredFields({}, selection.fields) if selection.transform else _infer(store, selection, identity)
+        )
+        is_stacked = self._inferred.is_plain and self._inferred.columns.keys() == self._inferred.fields.keys()
         self._columns: ReadColumns | None = getattr(store, "columns", None) if is_stacked else None
         """For stores that can read fields of many records at once."""
-        if wish.transform:
-            _transform(wish.transform)
+        if selection.transform:
+            _transform(selection.transform)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -91,17 +93,17 @@ class RecordsSource:
             return batch
         decoded = self._decoded(self._store.read(self._numbers(indices)), indices)
         with stage("collate"):
-            return self._transformed(decoded, indices) if self._wish.transform else self._stacked(decoded, indices)
+            return self._transformed(decoded, indices) if self._selection.transform else self._stacked(decoded, indices)
 
     def _together(self, indices: Ints, read: ReadColumns) -> Batch | None:
         """The whole batch field by field; None if some of its records do not fit the fields."""
-        fields = self._settled.fields
+        fields = self._inferred.fields
         found = read(self._numbers(indices), fields.values())
         if found is None:
             return None
         with stage("collate"):
             batch: dict[str, Tensor] = {}
-            for name, field in self._settled.columns.items():
+            for name, field in self._inferred.columns.items():
                 column = found[fields[name]]
                 if column.shape[1:] != field.shape or tensor_dtype(column.dtype) != field.dtype:
                     return None
@@ -122,14 +124,16 @@ class RecordsSource:
         return np.asarray(indices, dtype=np.int64) + self._samples.start
 
     def _decoded(self, records: Sequence[Record], indices: Ints) -> Sequence[Decoded]:
-        fields = self._settled.fields
-        if self._settled.is_plain:
+        fields = self._inferred.fields
+        if self._inferred.is_plain:
             return [{name: record.get(source) for name, source in fields.items()} for record in records]
-        return decode_batch(records, self._wish.image_size, fields, where=lambda row: self.where(int(indices[row])))
+        return decode_batch(
+            records, self._selection.image_size, fields, where=lambda row: self.where(int(indices[row]))
+        )
 
     def _stacked(self, decoded: Sequence[Decoded], indices: Ints) -> Batch:
         batch: dict[str, Tensor] = {}
-        for name, field in self._settled.columns.items():
+        for name, field in self._inferred.columns.items():
             try:
                 batch[name] = stack(field, [record.get(name) for record in decoded])
             except FieldMismatch as error:
@@ -140,12 +144,13 @@ class RecordsSource:
 
     def _transformed(self, decoded: Sequence[Decoded], indices: Ints) -> Batch:
         try:
-            return _transform(self._wish.transform)(decoded)
+            return _transform(self._selection.transform)(decoded)
         except CloseranksError:
             raise
         except Exception as error:
-            place = f" ({self.where(int(indices[0]))})" if len(indices) == 1 else ""
-            named = f"data.transform = '{self._wish.transform}' for {name_some_samples(indices.tolist())}{place}"
+            location = f" ({self.where(int(indices[0]))})" if len(indices) == 1 else ""
+            samples = name_some_samples(indices.tolist())
+            named = f"data.transform = '{self._selection.transform}' for {samples}{location}"
             raise sample_error(named, error, "Fix the function, or the record.") from error
 
 
@@ -164,29 +169,31 @@ def _transform(path: str) -> Callable[[Sequence[Decoded]], Batch]:
     return cast(Callable[[Sequence[Decoded]], Batch], function)
 
 
-def _settle(store: Records, wish: RecordSelection, identity: str) -> InferredFields:
+def _infer(store: Records, selection: RecordSelection, identity: str) -> InferredFields:
     """From the first records that can be read."""
-    records, decoded = _probe(store, wish, identity)
+    records, decoded = _probe(store, selection, identity)
     pairs = list(zip(records, decoded, strict=True))
-    names = {name: wish.fields.get(name, name) for values in decoded for name in values}
+    names = {name: selection.fields.get(name, name) for values in decoded for name in values}
     images = {name for name, source in names.items() if any(is_image(source, record.get(source)) for record in records)}
-    columns = infer_fields(decoded, images, identity, is_asked_for=bool(wish.fields))
+    columns = infer_fields(decoded, images, identity, is_asked_for=bool(selection.fields))
     stored = dict.fromkeys(name for record in records for name in record)
-    fields = wish.fields or {name: name for name in stored if any(is_inside(column, name) for column in columns)}
+    fields = selection.fields or {name: name for name in stored if any(is_inside(column, name) for column in columns)}
     is_plain = all(
         is_equal_tensor(record.get(names[name]), values.get(name)) for name in columns for record, values in pairs
     )
     return InferredFields(columns, fields, is_plain)
 
 
-def _probe(store: Records, wish: RecordSelection, identity: str) -> tuple[list[Record], list[Decoded]]:
+def _probe(store: Records, selection: RecordSelection, identity: str) -> tuple[list[Record], list[Decoded]]:
     records: list[Record] = []
     decoded: list[Decoded] = []
     bad = None
     for number in range(min(_PROBED, len(store))):
         try:
             record = store.read(np.array([number], dtype=np.int64))[0]
-            decoded += decode_batch([record], wish.image_size, wish.fields, where=partial(_place, store, number))
+            decoded += decode_batch(
+                [record], selection.image_size, selection.fields, where=partial(_location, store, number)
+            )
             records.append(record)
         except BadRecordError as error:
             bad = error
@@ -196,7 +203,7 @@ def _probe(store: Records, wish: RecordSelection, identity: str) -> tuple[list[R
     return records, decoded
 
 
-def _place(store: Records, number: int, _: int) -> str:
+def _location(store: Records, number: int, _: int) -> str:
     return str(store.where(number))
 
 
@@ -210,6 +217,6 @@ def open_records_source(config: RecordsConfig, split: Split, seed: int) -> Recor
     if len(store) == 0:
         raise DataError(f"{name} holds no records", "Give it at least one.")
     samples = samples_of(config, split, len(store), name)
-    wish = RecordSelection(config.fields, config.image_size, config.transform)
+    selection = RecordSelection(config.fields, config.image_size, config.transform)
     identity = f"{name} ({split}, samples {samples.start}:{samples.stop}, {store.identity})"
-    return RecordsSource(store, files, wish, samples, identity)
+    return RecordsSource(store, files, selection, samples, identity)

@@ -126,11 +126,11 @@ def open_tokens_source(config: TokensConfig, split: Split, seed: int) -> TokenWi
     files = files_of(config, split)
     if files is None:
         return None
-    place = index_location(config)
-    store = open_tokens(files, config.format, place, config.field)
+    location = index_location(config)
+    store = open_tokens(files, config.format, location, config.field)
     name = name_of(config, files)
     if config.packing == "documents":
-        return _open_packed(config, split, store, files, place)
+        return _open_packed(config, split, store, files, location)
     num_samples = max(0, store.num_tokens - 1) // config.seq_len
     if num_samples < 1:
         what = f"{name} has {store.num_tokens} tokens, too few for one sample of data.seq_len = {config.seq_len}"
@@ -141,10 +141,10 @@ def open_tokens_source(config: TokensConfig, split: Split, seed: int) -> TokenWi
 
 
 def _open_packed(
-    config: TokensConfig, split: Split, store: Tokens, files: Files, place: IndexLocation
+    config: TokensConfig, split: Split, store: Tokens, files: Files, location: IndexLocation
 ) -> PackedDocuments:
     name = name_of(config, files)
-    opened = partial(saved_packing, store, files, place, config.seq_len + 1, config.format, config.field)
+    opened = partial(saved_packing, store, files, location, config.seq_len + 1, config.format, config.field)
     packing = opened()
     if packing.num_rows == 0:
         what = f"{name} has no document of two tokens or more"
@@ -162,7 +162,7 @@ def _shown(split: Split, config: TokensConfig, samples: range) -> str:
 
 
 def saved_packing(
-    store: Tokens, files: Files, place: IndexLocation, row_tokens: int, format: str, field: str
+    store: Tokens, files: Files, location: IndexLocation, row_tokens: int, format: str, field: str
 ) -> Packing:
     """The packing of all documents, built once per host and memory-mapped from then on."""
     block_tokens = default_block_tokens(row_tokens)
@@ -180,4 +180,4 @@ def saved_packing(
             store.ends, row_tokens, block_tokens, lambda done, total: progress(done * itemsize, total * itemsize)
         ).arrays()
 
-    return Packing.from_arrays(saved_index(place, files, files.list(), "packing", build, settings))
+    return Packing.from_arrays(saved_index(location, files, files.list(), "packing", build, settings))

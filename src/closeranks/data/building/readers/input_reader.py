@@ -61,13 +61,13 @@ def read_range(
     given: BuildInput,
     files: Files,
     span: InputRange,
-    wish: InputReadOptions,
+    options: InputReadOptions,
     store: Callable[[], Records],
     on_bytes: OnBytes,
 ) -> Iterator[InputItem]:
     """``store`` opens the records of a format that is read in place."""
     if given.kind == TEXT:
-        yield from _shaped_texts(_texts(given, files, span, wish.split, on_bytes), wish)
+        yield from _shaped_texts(_texts(given, files, span, options.split, on_bytes), options)
         return
     if given.kind == JSONL:
         found = _json_lines(given, files, span, on_bytes)
@@ -78,9 +78,9 @@ def read_range(
     else:
         records = store()
         found = _stored(records, given, span, files.url, on_bytes)
-        if given.kind == IMAGES and wish.kind == "records":
+        if given.kind == IMAGES and options.kind == "records":
             found = _images(found, records, span)
-    yield from (found if wish.kind == "records" else _shaped_records(found, wish))
+    yield from (found if options.kind == "records" else _shaped_records(found, options))
 
 
 def _texts(given: BuildInput, files: Files, span: InputRange, split: str, on_bytes: OnBytes) -> Iterator[InputItem]:
@@ -108,13 +108,13 @@ def _lines(
     """The lines that begin in the span, each with its newline and its offset; for a compressed file, all lines."""
     with open_stream(path, shown, compression) as stream:
         if compression:
-            last_told = offset = 0
+            last_reported = offset = 0
             for line in stream.content:
                 yield line, offset
                 offset += len(line)
-                if (told := stream.tell_bytes()) != last_told:
-                    on_bytes(told - last_told)
-                    last_told = told
+                if (reported := stream.tell_bytes()) != last_reported:
+                    on_bytes(reported - last_reported)
+                    last_reported = reported
             return
         offset = _line_start(stream.content, span.first)
         while offset < span.last and (line := stream.content.readline()):
@@ -149,12 +149,12 @@ def _json_lines(given: BuildInput, files: Files, span: InputRange, on_bytes: OnB
 def _archive(given: BuildInput, files: Files, on_bytes: OnBytes) -> Iterator[InputItem]:
     shown = files.full_name(given.name)
     with files.local_path(given.name) as path, open_stream(path, shown, given.compression) as stream:
-        last_told = 0
+        last_reported = 0
         for member in read_tar_records(stream.content, shown):
             yield InputItem(member.record, shown, member.offset, reason=member.reason)
-            told = stream.tell_bytes()
-            on_bytes(told - last_told)
-            last_told = told
+            reported = stream.tell_bytes()
+            on_bytes(reported - last_reported)
+            last_reported = reported
 
 
 def _packed(given: BuildInput, files: Files, on_bytes: OnBytes) -> Iterator[InputItem]:
@@ -171,11 +171,11 @@ def _stored(
     for first in range(span.first, span.last, _RECORDS_AT_ONCE):
         last = min(first + _RECORDS_AT_ONCE, span.last)
         for index, (record, reason) in enumerate(read_with_errors(records, first, last), first):
-            place = records.where(index) if reason else None
-            if place is None:
+            location = records.where(index) if reason else None
+            if location is None:
                 yield InputItem(record, shown, index, "record")
             else:
-                yield InputItem(None, place.file, place.offset, place.unit, reason)
+                yield InputItem(None, location.file, location.offset, location.unit, reason)
         on_bytes(given.num_bytes * last // len(records) - given.num_bytes * first // len(records))
 
 
@@ -184,13 +184,13 @@ def _images(items: Iterator[InputItem], records: Records, span: InputRange) -> I
     for index, item in enumerate(items, span.first):
         reason = "" if item.reason else image_error(item.value["image"], in_full=False)
         if reason:
-            place = records.where(index)
-            item = InputItem(None, place.file, place.offset, place.unit, f"the image {reason}")
+            location = records.where(index)
+            item = InputItem(None, location.file, location.offset, location.unit, f"the image {reason}")
         yield item
 
 
-def _shaped_texts(items: Iterator[InputItem], wish: InputReadOptions) -> Iterator[InputItem]:
-    if wish.kind == "tokens" and not wish.needs_utf8:
+def _shaped_texts(items: Iterator[InputItem], options: InputReadOptions) -> Iterator[InputItem]:
+    if options.kind == "tokens" and not options.needs_utf8:
         yield from items
         return
     for item in items:
@@ -198,7 +198,7 @@ def _shaped_texts(items: Iterator[InputItem], wish: InputReadOptions) -> Iterato
         if reason:
             yield item._replace(value=None, reason=reason)
         else:
-            yield item._replace(value=item.value[:] if wish.kind == "tokens" else {"text": text})
+            yield item._replace(value=item.value[:] if options.kind == "tokens" else {"text": text})
 
 
 def _utf8(data: bytes) -> tuple[str, str]:
@@ -208,12 +208,12 @@ def _utf8(data: bytes) -> tuple[str, str]:
         return f"not UTF-8 text, at its byte {error.start}: {error.reason}", ""
 
 
-def _shaped_records(items: Iterator[InputItem], wish: InputReadOptions) -> Iterator[InputItem]:
+def _shaped_records(items: Iterator[InputItem], options: InputReadOptions) -> Iterator[InputItem]:
     for item in items:
         if item.reason:
             yield item
             continue
-        field = wish.field or text_field(item.value)
+        field = options.field or text_field(item.value)
         value = item.value.get(field)
         reason = ""
         if type(value) is str:
@@ -222,7 +222,7 @@ def _shaped_records(items: Iterator[InputItem], wish: InputReadOptions) -> Itera
             except UnicodeEncodeError as error:
                 reason = f"its field '{field}' is not text: {error.reason}"
         elif isinstance(value, bytes):
-            reason = _utf8(value)[0] if wish.needs_utf8 else ""
+            reason = _utf8(value)[0] if options.needs_utf8 else ""
         else:
             reason = _no_text(item.value, field)
         yield item._replace(value=None if reason else value, reason=reason)

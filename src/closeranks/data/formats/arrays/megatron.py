@@ -66,11 +66,11 @@ class MegatronTokens:
 
     vocab_size = 0
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        self._files, self._place = files, place
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        self._files, self._location = files, location
         pairs = _pairs(files)
         infos = [info for pair in pairs for info in (pair.data, pair.index)]
-        found = saved_index(place, files, infos, NAME, partial(_build, files, pairs), {"version": 1})
+        found = saved_index(location, files, infos, NAME, partial(_build, files, pairs), {"version": 1})
         self.indexes, self.identity = (found,), found.identity
         self.dtype: np.dtype[Any] = np.dtype(_TYPES[int(found["code"][0])])
         self._rows = FileRows([pair.data.name for pair in pairs], found["firsts"])
@@ -80,7 +80,7 @@ class MegatronTokens:
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MegatronTokens, (self._files, self._place)
+        return MegatronTokens, (self._files, self._location)
 
     @property
     def num_tokens(self) -> int:
@@ -211,10 +211,10 @@ def _check_sequences(lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.in
         bad = np.flatnonzero((part < 0) | (pointers[at : at + _CHUNK] != (ends - part) * itemsize))
         if len(bad):
             number = at + int(bad[0])
-            place = _HEADER.size + 4 * number
+            offset = _HEADER.size + 4 * number
             _unsound(
                 name,
-                f"sequence {number} (byte {place}) has length {int(lengths[number])} and begins at "
+                f"sequence {number} (byte {offset}) has length {int(lengths[number])} and begins at "
                 f"{int(pointers[number])}, not where the one before it ends",
             )
         total = int(ends[-1])

@@ -55,9 +55,9 @@ class NpyHeaders:
     share."""
 
 
-def saved_headers(files: Files, infos: Sequence[FileInfo], place: IndexLocation) -> NpyHeaders:
+def saved_headers(files: Files, infos: Sequence[FileInfo], location: IndexLocation) -> NpyHeaders:
     """In the order of ``infos``."""
-    index = saved_index(place, files, infos, "npy", lambda progress: _build(files, infos, progress), {"version": 1})
+    index = saved_index(location, files, infos, "npy", lambda progress: _build(files, infos, progress), {"version": 1})
     rows = json.loads(index["headers"].tobytes())
     found = [
         NpyHeader(info.name, np.dtype(dtype), tuple(shape), is_fortran, start)

@@ -79,10 +79,10 @@ class NumpyColumn:
 class NumpyRecords:
     """Row i of every field is record i; a row of a one-dimensional array is a zero-dimensional array, or text."""
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        self._files, self._place = files, place
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        self._files, self._location = files, location
         self._maps = MappedFiles(files)
-        self._columns, self.identity = columns_of(files, place)
+        self._columns, self.identity = columns_of(files, location)
         first = self._columns[0]
         for column in self._columns:
             if column.rows.num_rows != first.rows.num_rows:
@@ -94,7 +94,7 @@ class NumpyRecords:
         self.block = first.rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyRecords, (self._files, self._place)
+        return NumpyRecords, (self._files, self._location)
 
     def __len__(self) -> int:
         return self._columns[0].rows.num_rows
@@ -121,7 +121,7 @@ class NumpyColumns(NamedTuple):
     identity: str
 
 
-def columns_of(files: Files, place: IndexLocation) -> NumpyColumns:
+def columns_of(files: Files, location: IndexLocation) -> NumpyColumns:
     """Files with the ends of documents, which only tokens have, are not fields."""
     for info in files.list():
         if info.name.lower().endswith(PACKED):
@@ -132,7 +132,7 @@ def columns_of(files: Files, place: IndexLocation) -> NumpyColumns:
     infos = [info for info in files.list() if info.name.endswith(SUFFIXES) and not info.name.endswith(ENDS)]
     if not infos:
         raise DataError(f"'{files.url}' holds no .npy file")
-    headers = saved_headers(files, infos, place)
+    headers = saved_headers(files, infos, location)
     fields: dict[str, list[tuple[int, str, NpyHeader]]] = {}
     for header in headers.files:
         field, number = _field_of(header.name)

@@ -31,10 +31,10 @@ class NumpyTokens:
 
     vocab_size = 0
 
-    def __init__(self, files: Files, place: IndexLocation, field: str = "") -> None:
-        self._files, self._place, self._field = files, place, field
+    def __init__(self, files: Files, location: IndexLocation, field: str = "") -> None:
+        self._files, self._location, self._field = files, location, field
         self._maps = MappedFiles(files)
-        columns, identity = columns_of(files, place)
+        columns, identity = columns_of(files, location)
         column = _chosen(files, columns, field)
         self._pieces = [_checked(files, piece) for piece in column.pieces]
         sizes = [int(np.prod(piece.shape)) for piece in self._pieces]
@@ -47,7 +47,7 @@ class NumpyTokens:
         self.identity = f"{identity}:{column.field}:{ends_identity}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NumpyTokens, (self._files, self._place, self._field)
+        return NumpyTokens, (self._files, self._location, self._field)
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +82,7 @@ class NumpyTokens:
             return self._rows.firsts[1:], "files"
         names = {*self._rows.names, *self._with_ends}
         infos = [info for info in self._files.list() if info.name in names]
-        index = saved_index(self._place, self._files, infos, "numpy-ends", self._build_ends, {"version": 1})
+        index = saved_index(self._location, self._files, infos, "numpy-ends", self._build_ends, {"version": 1})
         return index["ends"], index.identity
 
     def _build_ends(self, progress: Progress) -> Arrays:

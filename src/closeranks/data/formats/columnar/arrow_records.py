@@ -48,16 +48,20 @@ _NUM_WHOLE = 4
 class ArrowRecords:
     """Rows by number, in the order of the files or of the row mapping beside them."""
 
-    def __init__(self, files: Files, place: IndexLocation, layout: ArrowFiles, names: Sequence[str] = ()) -> None:
-        self._files, self._place, self._layout, self._selected = files, place, layout, tuple(names)
-        infos = [*layout.data, *layout.mapping]
-        self._index = saved_index(place, files, infos, "arrow", partial(_build, files, layout), _settings(layout))
+    def __init__(
+        self, files: Files, location: IndexLocation, arrow_files: ArrowFiles, names: Sequence[str] = ()
+    ) -> None:
+        self._files, self._location, self._arrow_files, self._selected = files, location, arrow_files, tuple(names)
+        infos = [*arrow_files.data, *arrow_files.mapping]
+        self._index = saved_index(
+            location, files, infos, "arrow", partial(_build, files, arrow_files), _settings(arrow_files)
+        )
         self.indexes, self.identity = (self._index,), self._index.identity
         self._firsts, self._file_batches = self._index["firsts"], self._index["file_batches"]
-        self._rows = FileRows([info.name for info in layout.data], np.asarray(self._firsts[self._file_batches]))
-        self._mapping = self._index["mapping"] if layout.mapping else None
+        self._rows = FileRows([info.name for info in arrow_files.data], np.asarray(self._firsts[self._file_batches]))
+        self._mapping = self._index["mapping"] if arrow_files.mapping else None
         self._schema = pa.ipc.read_schema(pa.py_buffer(self._index["schema"]))
-        chosen = check_columns(names or layout.columns, self._schema.names, files.url)
+        chosen = check_columns(names or arrow_files.columns, self._schema.names, files.url)
         self._fields = [self._schema.field(name) for name in chosen]
         self._chosen = [*chosen]
         self._is_compressed = bool(self._index["is_compressed"][0])
@@ -68,7 +72,7 @@ class ArrowRecords:
         self._whole: OrderedDict[int, list[Any]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArrowRecords, (self._files, self._place, self._layout, self._selected)
+        return ArrowRecords, (self._files, self._location, self._arrow_files, self._selected)
 
     def __len__(self) -> int:
         return self._rows.num_rows if self._mapping is None else len(self._mapping)
@@ -79,7 +83,7 @@ class ArrowRecords:
 
     def select(self, names: Sequence[str]) -> ArrowRecords:
         """The same rows with only these columns."""
-        return ArrowRecords(self._files, self._place, self._layout, names)
+        return ArrowRecords(self._files, self._location, self._arrow_files, names)
 
     def read(self, indices: Ints) -> list[Record]:
         asked = [*spans(self._firsts, self._stored(indices))]
@@ -211,7 +215,7 @@ class ArrowRecords:
         if file not in self._whole:
             while len(self._whole) >= _NUM_WHOLE:
                 self._whole.popitem(last=False)
-            self._whole[file] = list(read_all(self._maps.view(self._layout.data[file].name)))
+            self._whole[file] = list(read_all(self._maps.view(self._arrow_files.data[file].name)))
         self._whole.move_to_end(file)
         return self._whole[file]
 
@@ -223,26 +227,26 @@ class ArrowRecords:
         return raise_as_bad_record(where)
 
 
-def _settings(layout: ArrowFiles) -> dict[str, str | int]:
+def _settings(arrow_files: ArrowFiles) -> dict[str, str | int]:
     """File names alone do not tell which of the files are the row mapping."""
-    return {"version": 1, "num_mapping": len(layout.mapping)}
+    return {"version": 1, "num_mapping": len(arrow_files.mapping)}
 
 
-def _build(files: Files, layout: ArrowFiles, progress: Progress) -> Arrays:
+def _build(files: Files, arrow_files: ArrowFiles, progress: Progress) -> Arrays:
     """Reads the metadata of every batch, and a few bytes of data at both ends of each."""
     maps, scans, done = MappedFiles(files, limit=1), [], 0
-    for info in layout.data:
+    for info in arrow_files.data:
         scans.append(_scanned(maps, info, files))
         _check_schema(
-            scans[-1].schema, scans[0].schema, files.full_name(info.name), files.full_name(layout.data[0].name)
+            scans[-1].schema, scans[0].schema, files.full_name(info.name), files.full_name(arrow_files.data[0].name)
         )
         done += info.num_bytes
-        progress(done, sum(info.num_bytes for info in layout.data))
+        progress(done, sum(info.num_bytes for info in arrow_files.data))
     batches = [batch for one in scans for batch in one.batches]
     firsts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
     if firsts[-1] == 0:
         raise DataError(f"'{files.url}' holds no rows")
-    mapping = _read_mapping(maps, layout, files, int(firsts[-1]))
+    mapping = _read_mapping(maps, arrow_files, files, int(firsts[-1]))
     maps.close()
     return {
         "firsts": firsts,
@@ -277,15 +281,15 @@ def _check_schema(schema: Any, first: Any, full: str, first_full: str) -> None:
         )
 
 
-def _read_mapping(maps: MappedFiles, layout: ArrowFiles, files: Files, num_rows: int) -> npt.NDArray[np.int64]:
+def _read_mapping(maps: MappedFiles, arrow_files: ArrowFiles, files: Files, num_rows: int) -> npt.NDArray[np.int64]:
     parts = [np.empty(0, np.int64)]
-    for info in layout.mapping:
+    for info in arrow_files.mapping:
         _scanned(maps, info, files)
         for batch in read_all(maps.view(info.name)):
             batch.validate(full=True)
             parts.append(batch.column(0).to_numpy(zero_copy_only=False).astype(np.int64))
     mapping = np.concatenate(parts)
     if len(mapping) and (int(mapping.min()) < 0 or int(mapping.max()) >= num_rows):
-        full = files.full_name(layout.mapping[0].name)
+        full = files.full_name(arrow_files.mapping[0].name)
         raise DataError(f"'{full}' names row {int(mapping.max())} of {num_rows}", "Copy the folder again.")
     return mapping

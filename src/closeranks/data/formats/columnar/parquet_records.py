@@ -71,10 +71,10 @@ class ParquetRecords:
     """Rows by number, across all files in the order of their names."""
 
     def __init__(
-        self, files: Files, place: IndexLocation, infos: Sequence[FileInfo], names: Sequence[str] = ()
+        self, files: Files, location: IndexLocation, infos: Sequence[FileInfo], names: Sequence[str] = ()
     ) -> None:
-        self._files, self._place, self._infos, self._selected = files, place, tuple(infos), tuple(names)
-        index = saved_index(place, files, infos, "parquet", partial(_build, files, infos), {"version": 1})
+        self._files, self._location, self._infos, self._selected = files, location, tuple(infos), tuple(names)
+        index = saved_index(location, files, infos, "parquet", partial(_build, files, infos), {"version": 1})
         self._firsts, self._file_groups = index["firsts"], index["file_groups"]
         self._rows = FileRows([info.name for info in infos], np.asarray(self._firsts[self._file_groups]))
         schema = pa.ipc.read_schema(pa.py_buffer(index["schema"]))
@@ -88,7 +88,7 @@ class ParquetRecords:
         self._kept_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParquetRecords, (self._files, self._place, self._infos, self._selected)
+        return ParquetRecords, (self._files, self._location, self._infos, self._selected)
 
     def __len__(self) -> int:
         return self._rows.num_rows
@@ -99,7 +99,7 @@ class ParquetRecords:
 
     def select(self, names: Sequence[str]) -> ParquetRecords:
         """The same rows with only these columns: the others are not decoded."""
-        return ParquetRecords(self._files, self._place, self._infos, names)
+        return ParquetRecords(self._files, self._location, self._infos, names)
 
     def read(self, indices: Ints) -> list[Record]:
         records: list[Record] = [{}] * len(indices)

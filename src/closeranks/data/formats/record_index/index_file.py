@@ -84,7 +84,7 @@ class _Extent:
 class MappedIndex(Mapping[str, Array]):
     """The arrays of an index, read-only and memory-mapped: they take memory only where they are accessed."""
 
-    def __init__(self, path: Path, subject: IndexKey, extents: Sequence[_Extent], data: mmap.mmap) -> None:
+    def __init__(self, path: Path, key: IndexKey, extents: Sequence[_Extent], data: mmap.mmap) -> None:
         self.path = path
         self._extents = extents
         self._data = data
@@ -92,7 +92,7 @@ class MappedIndex(Mapping[str, Array]):
             extent.name: np.ndarray(extent.shape, np.dtype(extent.dtype), buffer=data, offset=extent.start)
             for extent in extents
         }
-        self.identity = _identity(subject, extents)
+        self.identity = _identity(key, extents)
         """Identifies the content: names and sizes of the files and what was found in them, independent of time and
         location."""
 
@@ -113,10 +113,10 @@ class MappedIndex(Mapping[str, Array]):
             raise DataError(f"the index '{self.path}' is damaged: {error}", "Remove it: it is built again.") from None
 
 
-def write_index(path: Path, subject: IndexKey, arrays: Arrays) -> None:
+def write_index(path: Path, key: IndexKey, arrays: Arrays) -> None:
     """Durable when it returns; ``path`` is a temporary name of the writer, which no reader opens."""
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    header = _header(subject, plain)
+    header = _header(key, plain)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         write_all(fd, _MAGIC + len(header).to_bytes(8, "little") + header)
@@ -130,7 +130,7 @@ def write_index(path: Path, subject: IndexKey, arrays: Arrays) -> None:
         os.close(fd)
 
 
-def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> MappedIndex:
+def read_index(path: Path, key: IndexKey, *, in_full: bool = False) -> MappedIndex:
     """``FileNotFoundError`` if there is none, ``UnsoundIndex`` if it must be built again."""
     data = _mapped(path)
     if len(data) < 16 or data[:8] != _MAGIC:
@@ -140,7 +140,7 @@ def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> Mappe
         body = unseal("index", data[16 : 16 + num_bytes], "its header", VERSION)
     except UnsoundDocument as error:
         raise UnsoundIndex(str(error)) from error
-    if body["of"] != subject.as_dict:
+    if body["of"] != key.as_dict:
         raise UnsoundIndex("it belongs to other files, or they have changed")
     # Positions are relative to the end of the header: a header cannot contain numbers that depend on its own length.
     header_end = 16 + num_bytes
@@ -151,7 +151,7 @@ def read_index(path: Path, subject: IndexKey, *, in_full: bool = False) -> Mappe
     ]
     _check_length(len(data), header_end, extents)
     _check_blocks(data, _chosen(extents, in_full))
-    return MappedIndex(path, subject, extents, data)
+    return MappedIndex(path, key, extents, data)
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -161,7 +161,7 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _header(subject: IndexKey, arrays: Arrays) -> bytes:
+def _header(key: IndexKey, arrays: Arrays) -> bytes:
     rows = []
     start = 0
     for name, array in arrays.items():
@@ -172,7 +172,7 @@ def _header(subject: IndexKey, arrays: Arrays) -> bytes:
         crcs = [int(crc32c(data[at : at + BLOCK_BYTES])) for at in range(0, len(data), BLOCK_BYTES)]
         rows.append([name, array.dtype.str, list(array.shape), start, array.nbytes, crcs])
         start += array.nbytes
-    return seal("index", {"of": subject.as_dict, "arrays": rows}, VERSION)
+    return seal("index", {"of": key.as_dict, "arrays": rows}, VERSION)
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -210,10 +210,10 @@ def _check_blocks(data: mmap.mmap, chosen: Sequence[tuple[_Extent, int]]) -> Non
                 raise UnsoundIndex(f"bytes {start} to {end} do not match their checksum")
 
 
-def _identity(subject: IndexKey, extents: Sequence[_Extent]) -> str:
-    digest = blake3(f"{subject.kind}\0{sorted(subject.settings.items())}\n".encode())
-    for info in subject.files:
+def _identity(key: IndexKey, extents: Sequence[_Extent]) -> str:
+    digest = blake3(f"{key.kind}\0{sorted(key.settings.items())}\n".encode())
+    for info in key.files:
         digest.update(f"{info.name}\0{info.num_bytes}\n".encode(errors="surrogateescape"))
     for extent in extents:
         digest.update(f"{extent.name}\0{extent.dtype}\0{extent.shape}\0{extent.crcs}\n".encode())
-    return f"{subject.kind}:{digest.hexdigest(16)}"
+    return f"{key.kind}:{digest.hexdigest(16)}"

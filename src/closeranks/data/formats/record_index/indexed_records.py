@@ -23,14 +23,14 @@ Scan = Callable[[Files, Sequence[FileInfo], Progress], Arrays]
 
 
 class IndexedRecords(ABC):
-    """A subclass is constructed from ``files`` and ``place`` alone, so that a loader worker can recreate it."""
+    """A subclass is constructed from ``files`` and ``location`` alone, so that a loader worker can recreate it."""
 
     lead = 0
     """Number of bytes of a record before its data, which is what the index points at."""
 
-    def __init__(self, files: Files, place: IndexLocation, name: str, infos: Sequence[FileInfo], scan: Scan) -> None:
-        self._files, self._place = files, place
-        index = saved_index(place, files, infos, name, lambda progress: scan(files, infos, progress), {"version": 1})
+    def __init__(self, files: Files, location: IndexLocation, name: str, infos: Sequence[FileInfo], scan: Scan) -> None:
+        self._files, self._location = files, location
+        index = saved_index(location, files, infos, name, lambda progress: scan(files, infos, progress), {"version": 1})
         self._rows = FileRows([info.name for info in infos], index["firsts"])
         self._starts, self._sizes = index["starts"], index["sizes"]
         self._maps = MappedFiles(files)
@@ -38,7 +38,7 @@ class IndexedRecords(ABC):
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._files, self._place)
+        return type(self), (self._files, self._location)
 
     def __len__(self) -> int:
         return self._rows.num_rows
@@ -57,12 +57,12 @@ class IndexedRecords(ABC):
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         """Decodes bytes of the file of that name; ``BadRecordError`` with the location if they are not a record."""
 
-    def _place_of(self, name: str, start: int) -> RecordLocation:
+    def _location_of(self, name: str, start: int) -> RecordLocation:
         return RecordLocation(self._files.full_name(name), start - self.lead)
 
     def where(self, index: int) -> RecordLocation:
         row = self._rows.check_bounds(np.array([index]))
-        return self._place_of(self._rows.names[int(self._rows.files_at(row)[0])], int(self._starts[index]))
+        return self._location_of(self._rows.names[int(self._rows.files_at(row)[0])], int(self._starts[index]))
 
     def files_of(self, indices: Ints) -> Sequence[str]:
         return self._rows.names_of(indices)

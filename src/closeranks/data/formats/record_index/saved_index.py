@@ -69,7 +69,7 @@ class _Candidate:
 
 
 def saved_index(
-    place: IndexLocation,
+    location: IndexLocation,
     files: Files,
     infos: Sequence[FileInfo],
     kind: str,
@@ -78,20 +78,18 @@ def saved_index(
 ) -> MappedIndex:
     """The arrays that ``build`` returned for these files, now or earlier, mapped read-only. ``kind`` consists of
     letters, digits and dashes; a builder that changes its result must change ``settings`` (a version number, say)."""
-    subject = IndexKey(kind, settings, infos)
-    candidates = _candidates(place, files, subject)
+    key = IndexKey(kind, settings, infos)
+    candidates = _candidates(location, files, key)
     for candidate in candidates:
-        if (index := _opened(candidate, subject)) is not None:
+        if (index := _opened(candidate, key)) is not None:
             return index
     refusals = []
     for number, candidate in enumerate(candidates):
         try:
             make_folder(candidate.folder)
-            with _alone(candidate, files.url, place.timeout_s) as note:
-                index = _opened(candidate, subject)
-                return (
-                    _built(candidates[number:], subject, build, _Report(files, infos, note)) if index is None else index
-                )
+            with _alone(candidate, files.url, location.timeout_s) as note:
+                index = _opened(candidate, key)
+                return _built(candidates[number:], key, build, _Report(files, infos, note)) if index is None else index
         except OSError as error:
             refusals.append(_Refusal(candidate.folder, error))
     raise _unsaved(files.url, refusals)
@@ -113,24 +111,24 @@ def _unsaved(url: str, refusals: Sequence[_Refusal]) -> DataError:
     )
 
 
-def _candidates(place: IndexLocation, files: Files, subject: IndexKey) -> list[_Candidate]:
-    if place.folder:
-        return [_candidate(Path(place.folder).expanduser(), subject, files.url)]
-    cache = Path(place.cache or DEFAULT_CACHE).expanduser() / "index"
-    found = [_candidate(cache, subject, files.url)]
-    if files.is_local and subject.files:
+def _candidates(location: IndexLocation, files: Files, key: IndexKey) -> list[_Candidate]:
+    if location.folder:
+        return [_candidate(Path(location.folder).expanduser(), key, files.url)]
+    cache = Path(location.cache or DEFAULT_CACHE).expanduser() / "index"
+    found = [_candidate(cache, key, files.url)]
+    if files.is_local and key.files:
         # Beside the data, the name does not depend on the folder's path, so that a folder can be moved with its index.
-        found.insert(0, _candidate(_root(files, subject.files[0].name) / FOLDER, subject, ""))
+        found.insert(0, _candidate(_root(files, key.files[0].name) / FOLDER, key, ""))
     return found
 
 
-def _candidate(folder: Path, subject: IndexKey, url: str) -> _Candidate:
+def _candidate(folder: Path, key: IndexKey, url: str) -> _Candidate:
     """The file's name depends on the names, not on sizes and versions: the index of changed files replaces the old
     one."""
-    digest = blake3(f"{subject.kind}\0{url}\0{sorted(subject.settings.items())}\n".encode(errors="surrogateescape"))
-    for info in subject.files:
+    digest = blake3(f"{key.kind}\0{url}\0{sorted(key.settings.items())}\n".encode(errors="surrogateescape"))
+    for info in key.files:
         digest.update(f"{info.name}\n".encode(errors="surrogateescape"))
-    return _Candidate(folder, folder / f"{subject.kind}-{digest.hexdigest(8)}.v{VERSION}")
+    return _Candidate(folder, folder / f"{key.kind}-{digest.hexdigest(8)}.v{VERSION}")
 
 
 def _root(files: Files, name: str) -> Path:
@@ -138,9 +136,9 @@ def _root(files: Files, name: str) -> Path:
         return path.absolute().parents[len(PurePosixPath(name).parts) - 1]
 
 
-def _opened(candidate: _Candidate, subject: IndexKey) -> MappedIndex | None:
+def _opened(candidate: _Candidate, key: IndexKey) -> MappedIndex | None:
     try:
-        return _read(candidate.path, subject)
+        return _read(candidate.path, key)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (UnsoundIndex, OSError) as error:
@@ -149,45 +147,45 @@ def _opened(candidate: _Candidate, subject: IndexKey) -> MappedIndex | None:
 
 
 def _built(
-    candidates: Sequence[_Candidate], subject: IndexKey, build: Callable[[Progress], Arrays], report: _Report
+    candidates: Sequence[_Candidate], key: IndexKey, build: Callable[[Progress], Arrays], report: _Report
 ) -> MappedIndex:
     """Builds once: if the first location has no space, the same arrays are saved at the others."""
     arrays = report.follow(build)
     refusals = []
     for candidate in candidates:
         try:
-            return _saved(candidate, subject, arrays)
+            return _saved(candidate, key, arrays)
         except OSError as error:
             refusals.append(_Refusal(candidate.folder, error))
             _log.warning("the index cannot be saved in %s", refusals[-1])
     raise _unsaved(report.url, refusals)
 
 
-def _saved(candidate: _Candidate, subject: IndexKey, arrays: Arrays) -> MappedIndex:
+def _saved(candidate: _Candidate, key: IndexKey, arrays: Arrays) -> MappedIndex:
     make_folder(candidate.folder)
     aside = candidate.path.with_name(f".{candidate.path.name}.{secrets.token_hex(6)}.aside")
     try:
-        _write(aside, subject, arrays)
+        _write(aside, key, arrays)
         try:
-            _read(aside, subject, in_full=True)
+            _read(aside, key, in_full=True)
         except UnsoundIndex as error:
             raise OSError(errno.EIO, f"what was written there cannot be read back: {error}") from error
         os.replace(aside, candidate.path)
     finally:
         aside.unlink(missing_ok=True)
     fsync_folder(candidate.folder)
-    return _read(candidate.path, subject)
+    return _read(candidate.path, key)
 
 
 @contextmanager
-def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Callable[[str], None]]:
+def _alone(candidate: _Candidate, url: str, timeout_s: float) -> Iterator[Callable[[str], None]]:
     """Hold the kernel's lock for this index (released when its process ends); yields a function that writes a progress
     note to the lock file, for those who wait. On file systems without locks two processes may build, and the last
     rename wins."""
     lock = candidate.path.with_name(f".{candidate.path.name}.lock")
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if _wait(fd, url, patience_s):
+        if _wait(fd, url, timeout_s):
             for left in candidate.folder.glob(f".{candidate.path.name}.*.aside"):
                 left.unlink(missing_ok=True)  # of a killed builder: no other process is here
 
@@ -200,11 +198,11 @@ def _alone(candidate: _Candidate, url: str, patience_s: float) -> Iterator[Calla
         os.close(fd)
 
 
-def _wait(fd: int, url: str, patience_s: float) -> bool:
+def _wait(fd: int, url: str, timeout_s: float) -> bool:
     """Whether the lock could be taken; False if the file system has no locks."""
     last_note = ""
     last_heard = started = time.monotonic()
-    is_told = False
+    is_logged = False
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,15 +216,15 @@ def _wait(fd: int, url: str, patience_s: float) -> bool:
         now = time.monotonic()
         if found != last_note:
             last_note, last_heard = found, now
-        if now - last_heard > patience_s:
+        if now - last_heard > timeout_s:
             holder = last_note or "another process"
             raise DataError(
-                f"the index of '{url}' is being built by {holder}, which made no progress for {patience_s:.0f} s",
+                f"the index of '{url}' is being built by {holder}, which made no progress for {timeout_s:.0f} s",
                 "Stop that process, or set data.index to another folder.",
             )
-        if not is_told and now - started > _QUIET_S:
+        if not is_logged and now - started > _QUIET_S:
             _log.warning("waiting for the index of %s, built by %s", url, last_note or "another process")
-            is_told = True
+            is_logged = True
         time.sleep(_POLL_S)
 
 

@@ -39,8 +39,8 @@ class ImageRecords:
 
     block = 0
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        self._files, self._place = files, place
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        self._files, self._location = files, location
         infos = [info for info in files.list() if info.name.lower().endswith(SUFFIXES)]
         self._classes = _classes(files, infos)
         numbers = {name: number for number, name in enumerate(self._classes)}
@@ -54,7 +54,7 @@ class ImageRecords:
         self.identity = f"{NAME}:{digest.hexdigest(16)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageRecords, (self._files, self._place)
+        return ImageRecords, (self._files, self._location)
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -42,28 +42,28 @@ def open_records(files: Files, index: IndexLocation) -> Records:
 class JsonlRecords(IndexedRecords):
     """Lines as records."""
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        super().__init__(files, place, NAME, _lines_of(files), _build)
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        super().__init__(files, location, NAME, _lines_of(files), _build)
 
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         end = start + size
         is_line = end <= len(view) and (start in (0, 3) or view[start - 1] == _NEWLINE)
         if not is_line or (end < len(view) and view[end] != _NEWLINE):
-            place = self._place_of(name, start)
-            raise DataError(f"there is no line at {place}: the index is damaged", "Remove '.closeranks-index'.")
+            location = self._location_of(name, start)
+            raise DataError(f"there is no line at {location}: the index is damaged", "Remove '.closeranks-index'.")
         try:
             record = json.loads(str(view[start:end].data, "utf-8"))
         except UnicodeDecodeError as error:
-            raise _refusal(self._place_of(name, start), f"byte {error.start} of the line is not UTF-8") from None
+            raise _refusal(self._location_of(name, start), f"byte {error.start} of the line is not UTF-8") from None
         except (ValueError, RecursionError) as error:
-            raise _refusal(self._place_of(name, start), f"not JSON: {json_error(error)}") from None
+            raise _refusal(self._location_of(name, start), f"not JSON: {json_error(error)}") from None
         if not isinstance(record, dict):
-            raise _refusal(self._place_of(name, start), f"a JSON {type(record).__name__} where an object is needed")
+            raise _refusal(self._location_of(name, start), f"a JSON {type(record).__name__} where an object is needed")
         return record
 
 
-def _refusal(place: RecordLocation, reason: str) -> BadRecordError:
-    return BadRecordError(f"bad record at {place}: {reason}")
+def _refusal(location: RecordLocation, reason: str) -> BadRecordError:
+    return BadRecordError(f"bad record at {location}: {reason}")
 
 
 def _lines_of(files: Files) -> list[FileInfo]:

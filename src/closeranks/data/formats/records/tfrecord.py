@@ -65,18 +65,18 @@ class TfRecords(IndexedRecords):
 
     lead = _HEADER
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        super().__init__(files, place, NAME, _files_of(files), _build)
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        super().__init__(files, location, NAME, _files_of(files), _build)
 
     def _record(self, name: str, view: npt.NDArray[np.uint8], start: int, size: int) -> Record:
         try:
             return parse_example(_checked(view, start, size))
         except InvalidExample as error:
             raise BadRecordError(
-                f"bad record at {self._place_of(name, start)}: not a tf.train.Example: {error}"
+                f"bad record at {self._location_of(name, start)}: not a tf.train.Example: {error}"
             ) from None
         except _Damaged as error:
-            raise BadRecordError(f"bad record at {self._place_of(name, start)}: {error}") from None
+            raise BadRecordError(f"bad record at {self._location_of(name, start)}: {error}") from None
 
 
 class _Damaged(Exception):

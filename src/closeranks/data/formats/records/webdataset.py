@@ -44,11 +44,11 @@ def open_records(files: Files, index: IndexLocation) -> Records:
 class TarRecords:
     """Samples as ``{"__key__": ..., "jpg": b"...", ...}``."""
 
-    def __init__(self, files: Files, place: IndexLocation) -> None:
-        self._files, self._place = files, place
+    def __init__(self, files: Files, location: IndexLocation) -> None:
+        self._files, self._location = files, location
         infos = _tars_of(files)
         index = saved_index(
-            place, files, infos, NAME, lambda progress: _Builder(files).build(infos, progress), {"version": 1}
+            location, files, infos, NAME, lambda progress: _Builder(files).build(infos, progress), {"version": 1}
         )
         self._rows = FileRows([info.name for info in infos], index["firsts"])
         self._members, self._key_ends, self._keys = index["members"], index["key_ends"], index["keys"]
@@ -59,7 +59,7 @@ class TarRecords:
         self.block = self._rows.block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TarRecords, (self._files, self._place)
+        return TarRecords, (self._files, self._location)
 
     def __len__(self) -> int:
         return self._rows.num_rows
