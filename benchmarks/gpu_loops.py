@@ -37,7 +37,7 @@ class Ours:
     """A session as a job opens it: loader, recorder and all."""
 
     def __init__(self, job: Job) -> None:
-        configure_worker(overseer=StandaloneClient())  # the benchmark speaks for itself
+        configure_worker(agent_client=StandaloneClient())  # the benchmark speaks for itself
         self._session = Session.from_job(job)
         self._steps = iter(self._session)
 

@@ -174,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     orders = read_orders(Path(arguments[0]))
     striker = Striker(orders.plan, Path(orders.strikes), Path(orders.run))
     try:
-        launch.train(Path(orders.job), orders.overrides, orders.num_workers, on_turn=striker)
+        launch.train(Path(orders.job), orders.overrides, orders.num_workers, on_tick=striker)
     except Drained:
         return 0
     finally:

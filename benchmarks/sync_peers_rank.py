@@ -70,7 +70,7 @@ class Ours:
     """A session as under torchrun: its loader, its recorder, nobody to report to."""
 
     def __init__(self, work: LayoutWork) -> None:
-        configure_worker(overseer=StandaloneClient())  # the benchmark speaks for itself
+        configure_worker(agent_client=StandaloneClient())  # the benchmark speaks for itself
         self._session = Session.from_job(work.job)
         self._steps = iter(self._session)
         self._step = next(self._steps)

@@ -27,9 +27,9 @@ class Patient(Hook):
     """Waits for each save before the next step, so that none is missed for want of time."""
 
     def on_step(self, session: Session, step: Any) -> None:
-        saver = session._copies.checkpoints._own
+        saver = session._capture.checkpoints._saver
         for report in saver.wait(PATIENCE_S) if saver is not None else ():
-            session._copies.checkpoints._hear(report)
+            session._capture.checkpoints._on_report(report)
 
 
 class Unhurried(Hook):

@@ -33,7 +33,7 @@ def drive(path: Path, num_workers: int, faults: str, specials: str, settings: li
             return min((at for at in (injector(view), strikes(view)) if at is not None), default=None)
 
         try:
-            launch.train(path, settings, num_workers, on_turn=on_turn)
+            launch.train(path, settings, num_workers, on_tick=on_turn)
         except CloseranksError as error:
             print(f"closeranks: {error}", file=sys.stderr)
             return error.exit_code

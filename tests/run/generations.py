@@ -123,15 +123,15 @@ def live(case: Case) -> dict[str, Any]:
         if rank == world.rank and not label.startswith("step:"):
             name, _, passing = label.partition(":")
             failpoints._DEATH = (name, int(passing or 1))
-    overseer = Asking(case)
-    configure_worker(overseer=overseer, shelf=SnapshotPaths(case.boxes(host), local))
+    client = Asking(case)
+    configure_worker(agent_client=client, snapshot_paths=SnapshotPaths(case.boxes(host), local))
     session = buffered(case, world.rank) if case.is_buffered else told(case, world.rank)
     result = run_session(session)
     return {
         "reason": result.reason,
         "steps": result.steps,
-        "kept": overseer.kept_steps,
-        "has_regrouped": overseer.has_regrouped,
+        "kept": client.kept_steps,
+        "has_regrouped": client.has_regrouped,
     }
 
 

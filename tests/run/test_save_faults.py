@@ -128,7 +128,7 @@ class Impatient(Hook):
         self._handle, self._usual_s = handle, 0.0
 
     def on_step(self, session: Session, step: StepDone) -> None:
-        saver = session._copies.checkpoints._own
+        saver = session._capture.checkpoints._saver
         assert saver is not None
         if step.step == 3:
             fcntl.ioctl(self._handle, _FIFREEZE, 0)

@@ -53,7 +53,7 @@ def state() -> dict[str, Any]:
         "files": sorted(str(path) for path in Path.cwd().rglob("*")),
         "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in open_fds()),
         "world": (str(detect_world()), current_link() is None, current_agent_client() is None),
-        "flops": generation_cache._Chest.measured_flops,
+        "flops": generation_cache._Cache.measured_flops,
         "buckets": generation_cache.bucket_mib(),
     }
 

@@ -47,7 +47,7 @@ def train(
     changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
     party = launch.JobHosts(*launch.parse_hosts(hosts), listen, token_file)
     if not faults.strip():
-        launch.train(job, changes, num_workers, party=party)
+        launch.train(job, changes, num_workers, hosts=party)
         return
     from closeranks.lab.drills.drill import train_with_faults
 

@@ -98,9 +98,9 @@ class LayoutRecord(Hook):
 
 def _gradients(session: Session, factor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """As the optimizer receives them: divided by the weight of all ranks, and clipped."""
-    for leaf in session.engine.reducer.parameter_shards():
-        if leaf.is_primary and leaf.tensor.grad is not None:
-            yield leaf.piece, leaf.tensor.grad * factor.to(leaf.tensor.grad.dtype)
+    for shard in session.engine.reducer.parameter_shards():
+        if shard.is_primary and shard.tensor.grad is not None:
+            yield shard.piece, shard.tensor.grad * factor.to(shard.tensor.grad.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,22 +43,22 @@ def train(
     the workers this script was started with: one under plain ``python``, more under ``closeranks run -n``,
     ``torchrun`` or ``srun``.
     """
-    _say_what_takes_long()
+    _print_import_notice()
     from closeranks.run.session import Session
 
-    beside = {"eval_data": eval_data, "hooks": hooks, "metrics": metrics, "collate": collate}
-    return run_session(Session(model, data, loss, **beside, **tables))
+    options = {"eval_data": eval_data, "hooks": hooks, "metrics": metrics, "collate": collate}
+    return run_session(Session(model, data, loss, **options, **tables))
 
 
 def train_job(job: Job, folder: Path | None = None, hooks: Sequence[Hook] = ()) -> Result:
     """Train what a job file names."""
-    _say_what_takes_long()
+    _print_import_notice()
     from closeranks.run.session import Session
 
     return run_session(Session.from_job(job, folder, hooks))
 
 
-def _say_what_takes_long() -> None:
+def _print_import_notice() -> None:
     """Print a message if the session's modules are not imported yet, as in a script that none of our commands
     started."""
     world = detect_world()
@@ -88,6 +88,6 @@ def out_of_memory_error(session: Session, error: BaseException) -> SetupError:
 
     engine = session.engine
     is_mixed = engine.model.precision.compute.itemsize == 2
-    remembered = [tensor for _, _, tensor in engine.components.get(OptimizerStep).optimizer.state_tensors()]
-    text = explain_out_of_memory(session.model, remembered, session.context.device, error, is_mixed=is_mixed)
+    state_tensors = [tensor for _, _, tensor in engine.components.get(OptimizerStep).optimizer.state_tensors()]
+    text = explain_out_of_memory(session.model, state_tensors, session.context.device, error, is_mixed=is_mixed)
     return SetupError(f"rank {session.world.rank} failed at step {session.num_done + 1}: {text}")

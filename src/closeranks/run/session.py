@@ -70,48 +70,48 @@ class Session:
         session._open(from_job(job), hooks, folder)
         return session
 
-    def _open(self, described: RunDefinition, hooks: Sequence[Hook], folder: Path | None) -> None:
-        self.job, self.world = described.job, detect_world()
+    def _open(self, definition: RunDefinition, hooks: Sequence[Hook], folder: Path | None) -> None:
+        self.job, self.world = definition.job, detect_world()
         prepare_process(self.job, self.world)
-        with ExitStack() as opened:  # if opening fails half-way, everything is closed again
-            agreement = SharedSetup(self.job, self.world, opened, folder)
-            self._built = build(self.job, self.world, described.load_inputs(), agreement.batch_history)
+        with ExitStack() as stack:  # if opening fails half-way, everything is closed again
+            setup = SharedSetup(self.job, self.world, stack, folder)
+            self._built = build(self.job, self.world, definition.load_inputs(), setup.batch_history)
             self.engine, self.state, self.context = self._built.engine, self._built.state, self._built.engine.context
-            opened.callback(self.context.world_group.close)
-            self.job, self.folder = self.context.job, agreement.folder(self.context.groups.world)
+            stack.callback(self.context.world_group.close)
+            self.job, self.folder = self.context.job, setup.folder(self.context.groups.world)
             self.recorder = EventRecorder(self.folder, self.world.rank, must_open=self.world.is_first_generation)
             self._emit = self.recorder.emit
-            opened.callback(self.recorder.close)
-            self._furnish(hooks)
-            self._opened = opened.pop_all()
-        ends = (self._profiler.close, self.engine.batches.close, self._collector.enable, self._emit_end)
-        for close in (*ends, self._copies.close, self._end_hooks):
-            self._opened.callback(close)
+            stack.callback(self.recorder.close)
+            self._set_up(hooks)
+            self._stack = stack.pop_all()
+        closers = (self._profiler.close, self.engine.batches.close, self._gc.enable, self._emit_end)
+        for close in (*closers, self._capture.close, self._end_hooks):
+            self._stack.callback(close)
 
-    def _furnish(self, hooks: Sequence[Hook]) -> None:
-        self._overseer = connect_agent_client(self.recorder, self.folder, self.job.telemetry, self.world)
+    def _set_up(self, hooks: Sequence[Hook]) -> None:
+        self._client = connect_agent_client(self.recorder, self.folder, self.job.telemetry, self.world)
         self._hooks = Hooks([*hooks, *make_hooks(self.job)])
         self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
-        self._collector = GarbageCollection(self.job.train.gc_every)
-        self._ending = SessionEnd()
+        self._gc = GarbageCollection(self.job.train.gc_every)
+        self._end = SessionEnd()
         self._is_begun = self._is_entered = False
         self._step: Step | None = None
         self._last: StepDone | None = None
         self._eval: Evaluated | None = None
-        taken = restore_generation(self.engine, self.state, self.folder, take_snapshot_paths())
-        self.num_done = taken.start_point.step
+        restored = restore_generation(self.engine, self.state, self.folder, take_snapshot_paths())
+        self.num_done = restored.start_point.step
         """Steps finished so far, those before a resume included."""
-        self._copies = StateCapture(self.context, self.state, taken, self._emit, self._overseer)
-        self.engine.components.add(self._copies.checkpoints, self._copies.snapshots, self._copies)
-        self._ledger = StepResults(self.engine)
+        self._capture = StateCapture(self.context, self.state, restored, self._emit, self._client)
+        self.engine.components.add(self._capture.checkpoints, self._capture.snapshots, self._capture)
+        self._results = StepResults(self.engine)
 
     @property
     def model(self) -> nn.Module:
         return self.engine.model.module
 
     @property
-    def _may_judge(self) -> bool:
-        return self._built.eval_source is not None and not self._ending
+    def _can_evaluate(self) -> bool:
+        return self._built.eval_source is not None and not self._end
 
     def loss(self, batch: Batch) -> Loss:
         """The job's own loss of one micro-batch."""
@@ -123,47 +123,47 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Ask for an early end: all ranks stop together at the end of a following step, and the state is saved."""
-        self._ending.request_stop(reason)
+        self._end.request_stop(reason)
 
     def evaluate(self) -> Evaluated:
         """Evaluate the model on held-out data; every rank must call it."""
         self._pause(WorkerPhase.EVALUATE)
         self._eval = evaluate(self.engine, self._built.eval_source, self.num_done)
         self._emit(self._eval)
-        self._copies.checkpoints.on_eval(self._eval)
+        self._capture.checkpoints.on_eval(self._eval)
         self._hooks.on_eval(self, self._eval)
-        self._ledger.restart_clock()
+        self._results.restart_clock()
         return self._eval
 
     def save(self, place: Path | str | None = None) -> str:
         """Write a checkpoint to ``place``, or among the run's own, and wait until it is committed; every rank must call
         it."""
         self._pause(WorkerPhase.SAVE)
-        path = self._copies.checkpoints.save_now(self.num_done, place, is_hurried=self._ending.reason == "drained")
-        self._ledger.restart_clock()
+        path = self._capture.checkpoints.save_now(self.num_done, place, is_hurried=self._end.reason == "drained")
+        self._results.restart_clock()
         return path
 
     @property
     def result(self) -> Result:
-        loss, reason = self._last.loss if self._last else float("nan"), self._ending.reason or FINISHED
-        return Result(self.num_done, loss, self._eval, self.folder, reason, self._ending.detail)
+        loss, reason = self._last.loss if self._last else float("nan"), self._end.reason or FINISHED
+        return Result(self.num_done, loss, self._eval, self.folder, reason, self._end.detail)
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
             raise UserError("this session has run already", "Open a new Session, with checkpoint.resume to continue.")
         try:
             self._begin()
-            while self.num_done < self.context.schedule.num_steps and not self._ending:
+            while self.num_done < self.context.schedule.num_steps and not self._end:
                 with self._profiler.step(self.num_done + 1):
                     step = self._step = Step(self.engine, self.num_done)
                     yield step
                     self._commit(step)
             self._conclude()
         except GeneratorExit:  # the user's loop left early or raised: only a surrounding `with` knows which
-            self._ending.mark_loop_exit()
+            self._end.mark_loop_exit()
             raise
         except BaseException as error:
-            self._ending.mark_failed(error)
+            self._end.mark_failed(error)
             raise
         finally:
             if not self._is_entered:
@@ -174,68 +174,68 @@ class Session:
         if self.world.is_lead and (problem := record_job(self.job, self.folder, must=self.world.is_first_generation)):
             self._emit(Warned(problem))
         self._emit(self.started_event())
-        self._copies.snapshots.emit_start_events(self._built.warnings)
+        self._capture.snapshots.emit_start_events(self._built.warnings)
         self.model.train()
         self._hooks.on_start(self)
         self.engine.batches.start(self.num_done, self.folder, self._emit, must_log=self.world.is_first_generation)
-        self._collector.disable()
-        self._copies.snapshots.start(self.num_done)
-        self._ledger.restart_clock()
+        self._gc.disable()
+        self._capture.snapshots.start(self.num_done)
+        self._results.restart_clock()
 
     def _commit(self, step: Step) -> None:
-        verdict = step.commit(self._overseer.poll() | self._ending.requests())
+        verdict = step.commit(self._client.poll() | self._end.requests())
         self.num_done += 1
-        self._note(self._ledger.push(step.index, verdict))
-        self._collector.run(self.num_done)
-        if self.context.sync_schedule.is_due(self.num_done, self.job.train.eval_every) and self._may_judge:
+        self._note(self._results.push(step.index, verdict))
+        self._gc.run(self.num_done)
+        if self.context.sync_schedule.is_due(self.num_done, self.job.train.eval_every) and self._can_evaluate:
             self.evaluate()
-        if self._copies.are_due(self.num_done):
-            self._note(self._ledger.flush())  # the saved state must list every skipped sample
-        self._copies.take(self.num_done)  # after the evaluation, so that a restored run need not repeat it
+        if self._capture.are_due(self.num_done):
+            self._note(self._results.flush())  # the saved state must list every skipped sample
+        self._capture.take(self.num_done)  # after the evaluation, so that a restored run need not repeat it
 
     def _pause(self, phase: WorkerPhase) -> None:
         """Called before anything but training: checks that no step is in progress, and reads every verdict."""
         check_between_steps(self.context.sync_schedule, self._step, self.num_done)
-        self._note(self._ledger.flush())
+        self._note(self._results.flush())
         self.context.step_timer.enter_phase(phase)
 
     def _note(self, settled: Iterable[StepResult]) -> None:
         for entry in settled:
             self._last = entry.done
             self._emit(entry.done)
-            for tell in self.engine.components.phases["settled"]:
-                tell(entry, self._emit)
+            for on_settled in self.engine.components.phases["settled"]:
+                on_settled(entry, self._emit)
             self._hooks.on_step(self, entry.done)
             if entry.requests and self.num_done < self.context.schedule.num_steps:  # the end saves anyway
-                self._ending.apply_requests(entry.requests)
-                if SAVE in entry.requests and not self._ending:
-                    self._copies.checkpoints.grant_save()
+                self._end.apply_requests(entry.requests)
+                if SAVE in entry.requests and not self._end:
+                    self._capture.checkpoints.grant_save()
 
     def _conclude(self) -> None:
         """Saves before it evaluates, so that bad evaluation data does not cost the state; with ``keep_best`` evaluates
         first, as the checkpoint is saved with its loss."""
-        self._note(self._ledger.flush())
-        if self._ending.is_regrouped:
-            self._copies.snapshots.hand_over(self.num_done, self.save)
+        self._note(self._results.flush())
+        if self._end.is_regrouped:
+            self._capture.snapshots.hand_over(self.num_done, self.save)
             return
-        acts: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
-        has_judged = self._eval is not None and self._eval.step == self.num_done
-        if self._may_judge and not has_judged:
-            acts.insert(0 if self.job.checkpoint.keep_best else len(acts), self.evaluate)
-        for act in acts:
-            act()
+        actions: list[Callable[[], object]] = [self.save] if self.job.checkpoint.save else []
+        has_evaluated = self._eval is not None and self._eval.step == self.num_done
+        if self._can_evaluate and not has_evaluated:
+            actions.insert(0 if self.job.checkpoint.keep_best else len(actions), self.evaluate)
+        for action in actions:
+            action()
 
     def close(self) -> None:
         """Release threads, files and the group, all of them even if one raises. May be called again."""
-        self._opened.close()
+        self._stack.close()
 
     def _end_hooks(self) -> None:
-        with self._ending.keep_first_error(self._emit):
+        with self._end.keep_first_error(self._emit):
             self._hooks.on_end(self)
 
     def _emit_end(self) -> None:
-        if not self._ending.is_regrouped:
-            self._emit(self._ending.ended_event(self.num_done))
+        if not self._end.is_regrouped:
+            self._emit(self._end.ended_event(self.num_done))
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -243,5 +243,5 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._ending.mark_failed(error)
+            self._end.mark_failed(error)
         self.close()

@@ -21,7 +21,7 @@ class SessionEnd:
     """False while the session is running."""
 
     def __init__(self) -> None:
-        self.reason = self.detail = self._wish = ""
+        self.reason = self.detail = self._stop_reason = ""
         self._opened_at = time.monotonic()
 
     def __bool__(self) -> bool:
@@ -33,16 +33,16 @@ class SessionEnd:
 
     def request_stop(self, reason: str) -> None:
         """The training code asks for an early end."""
-        self._wish = self._wish or reason
+        self._stop_reason = self._stop_reason or reason
 
     def requests(self) -> frozenset[RunRequest]:
-        return frozenset({STOP} if self._wish else ())
+        return frozenset({STOP} if self._stop_reason else ())
 
     def apply_requests(self, requests: frozenset[RunRequest]) -> None:
         """Act on the requests that all ranks have agreed on. A session that ends saves a checkpoint; one that regroups
         keeps its state in memory."""
         if requests & {DRAIN, STOP}:
-            self.reason, self.detail = "drained" if DRAIN in requests else "stopped", self._wish
+            self.reason, self.detail = "drained" if DRAIN in requests else "stopped", self._stop_reason
         elif REGROUP in requests:
             self.reason = self.reason or REGROUPED
 

@@ -148,9 +148,9 @@ def test_a_later_generation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     kept = {"optim": flat, "elastic": {"snapshot_every": 1}, "checkpoint": {"save": False}}
     with shared_memory() as place:
         shelf = SnapshotPaths(make_boxes(place, 1), 0)
-        configure_worker(shelf=shelf)
+        configure_worker(snapshot_paths=shelf)
         alone(tmp_path / "run", train={"steps": 3}, **kept)
-        configure_worker(shelf=shelf)
+        configure_worker(snapshot_paths=shelf)
         set_world(World(launcher="testing", generation=1))
         later = go(tmp_path / "run", {**kept, "checkpoint": {"save": False, "resume": "auto"}})
         configure_worker()

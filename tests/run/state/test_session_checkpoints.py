@@ -42,9 +42,9 @@ class Slow(Hook):
     """Waits for each save before the next step, so that none is missed for want of time."""
 
     def on_step(self, session: Session, step: Any) -> None:
-        saver = session._copies.checkpoints._own
+        saver = session._capture.checkpoints._saver
         for report in saver.wait(60) if saver is not None else ():
-            session._copies.checkpoints._hear(report)
+            session._capture.checkpoints._on_report(report)
 
 
 def go(folder: Path, layout: str, checkpoint: dict[str, Any], steps: int = STEPS) -> list[float]:
@@ -147,10 +147,10 @@ def test_an_evaluation_that_is_no_number_is_not_the_best(tmp_path: Path) -> None
     from closeranks.core.events import Evaluated
 
     with open_session(tmp_path / "run", checkpoint={"keep_best": 1, "every": 0}) as session:
-        session._copies.checkpoints.on_eval(Evaluated(step=1, loss=float("nan")))
-        assert session._copies.checkpoints._saved_step == -1
-        session._copies.checkpoints.on_eval(Evaluated(step=2, loss=3.0))
-        assert session._copies.checkpoints._saved_step == 2
+        session._capture.checkpoints.on_eval(Evaluated(step=1, loss=float("nan")))
+        assert session._capture.checkpoints._saved_step == -1
+        session._capture.checkpoints.on_eval(Evaluated(step=2, loss=3.0))
+        assert session._capture.checkpoints._saved_step == 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -177,7 +177,7 @@ class Shoot(Hook):
 
     def on_step(self, session: Session, step: Any) -> None:
         time.sleep(0.03)
-        saver = session._copies.checkpoints._own
+        saver = session._capture.checkpoints._saver
         assert saver is not None
         if session.world.rank == 1 and step.step in (9, 12):
             while (process := saver._courier._process) is None:
@@ -203,8 +203,8 @@ def shot(folder: Path) -> int:
     with open_session(folder, hooks=[Shoot()], train={"steps": 60}, checkpoint=checkpoint) as session:
         for step in session:
             step.run()
-        assert session._copies.checkpoints._own is not None
-        return session._copies.checkpoints._own._num_saves
+        assert session._capture.checkpoints._saver is not None
+        return session._capture.checkpoints._saver._num_saves
 
 
 @pytest.mark.usefixtures("alone")

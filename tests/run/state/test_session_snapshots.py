@@ -41,7 +41,7 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def shelf(place: Path) -> Iterator[SnapshotPaths]:
     found = SnapshotPaths(make_boxes(place, 1), 0)
-    configure_worker(shelf=found)
+    configure_worker(snapshot_paths=found)
     yield found
     configure_worker()
 
@@ -90,7 +90,7 @@ def test_auto_takes_fewer_copies_of_short_steps(tmp_path: Path, shelf: SnapshotP
 @pytest.mark.usefixtures("alone")
 def test_a_later_generation_goes_on_and_repeats_nothing(tmp_path: Path, shelf: SnapshotPaths) -> None:
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
-    configure_worker(shelf=shelf)  # a new process
+    configure_worker(snapshot_paths=shelf)  # a new process
     set_world(World(launcher="testing", generation=1))
     changes = {"train": {"steps": 6}, "elastic": {"snapshot_every": 1}}
     result = small.train(tmp_path, **changes, checkpoint={"save": False, "resume": "auto"})
@@ -107,7 +107,7 @@ def test_a_later_generation_keeps_the_pace_of_the_one_before_until_it_knows_bett
 ) -> None:
     """No copy is joined in its first three steps, after which ranks look at what copies cost."""
     small.train(tmp_path, elastic={"snapshot_every": 3}, **NO_SAVES)
-    configure_worker(shelf=shelf)
+    configure_worker(snapshot_paths=shelf)
     set_world(World(launcher="testing", generation=1))
     small.train(tmp_path, train={"steps": 7}, checkpoint={"save": False, "resume": "auto"})
     assert [event.step for event in small.of_kind(tmp_path, Restored)] == [3]
@@ -122,7 +122,7 @@ def test_copies_that_make_a_slot_ready_are_no_measure(
     """A worker that takes over finds its state in place: its first two copies are its first into either slot, and
     pinning memory for a device takes many times as long as a copy."""
     small.train(tmp_path, elastic={"snapshot_every": 1}, **NO_SAVES)
-    configure_worker(shelf=shelf)
+    configure_worker(snapshot_paths=shelf)
     set_world(World(launcher="testing", generation=1))
     join, steps = SnapshotWriter.wait, list[int]()
 
@@ -165,7 +165,7 @@ def test_an_evaluation_that_was_cut_short_is_made_again(tmp_path: Path, shelf: S
 
 @pytest.mark.usefixtures("alone")
 def test_want_of_memory_is_a_warning(tmp_path: Path, place: Path) -> None:
-    configure_worker(shelf=SnapshotPaths((("/dev/full",) * 4,), 0))
+    configure_worker(snapshot_paths=SnapshotPaths((("/dev/full",) * 4,), 0))
     result = small.train(tmp_path, **NO_SAVES)
     configure_worker()
     assert result.steps == 4
@@ -285,7 +285,7 @@ class StoppedWriter(Hook):
         self._is_stopped = False
 
     def on_step(self, session: Session, step: StepDone) -> None:
-        saver = session._copies.checkpoints._own
+        saver = session._capture.checkpoints._saver
         while step.step == 2 and not self._is_stopped:
             process = saver._courier._process if saver is not None else None
             if process is not None:
@@ -320,7 +320,7 @@ def test_copies_and_a_save_take_the_memory_that_the_formula_says(tmp_path: Path,
         for step in session:
             step.run()
         state = sum(one.tensor.numel() * one.tensor.element_size() for one in session.state.tensors())
-        keeper, saver = session._copies.snapshots._keeper, session._copies.checkpoints._own
+        keeper, saver = session._capture.snapshots._writer, session._capture.checkpoints._saver
         assert keeper is not None
         assert saver is not None
         held = keeper.num_bytes + len(saver._slot.bytes)

@@ -53,7 +53,7 @@ class _Listener(StandaloneClient):
 @pytest.fixture
 def listener() -> Iterator[_Listener]:
     listener = _Listener()
-    configure_worker(overseer=listener)
+    configure_worker(agent_client=listener)
     yield listener
     configure_worker()
 
@@ -160,10 +160,10 @@ def _crowd() -> tuple[float, float]:
 
 def test_which_watch_is_taken() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert isinstance(make_stopwatch(cuda, is_apart=False), NullStopwatch)
-    assert isinstance(make_stopwatch(cuda, is_apart=True), CudaStopwatch)
-    for is_apart in (True, False):
-        watch = make_stopwatch(cpu, is_apart=is_apart)
+    assert isinstance(make_stopwatch(cuda, is_independent=False), NullStopwatch)
+    assert isinstance(make_stopwatch(cuda, is_independent=True), CudaStopwatch)
+    for is_independent in (True, False):
+        watch = make_stopwatch(cpu, is_independent=is_independent)
         assert isinstance(watch, CpuStopwatch)
         watch.start()
         watch.stop(2)
@@ -198,7 +198,7 @@ class _Sleeper(nn.Module):
 def _owned(folder: Path, tables: dict[str, Any]) -> float:
     """The least that a step of this rank took, in its own time."""
     listener = _Listener()
-    configure_worker(overseer=listener)
+    configure_worker(agent_client=listener)
     small.train(folder, model=_Sleeper(dist.get_rank() == 1), **tables)
     return min(seconds for seconds, _ in listener.owned)
 
@@ -248,7 +248,7 @@ def test_all_of_it_costs_little() -> None:
         def note_compute_time(self, seconds: float, lane: int = 0) -> None:
             word.note_compute_time(seconds, lane)
 
-    pace = StepTimer(_Direct(), make_stopwatch(torch.device("cpu"), is_apart=False))
+    pace = StepTimer(_Direct(), make_stopwatch(torch.device("cpu"), is_independent=False))
 
     def step() -> None:
         pace.begin(7)

@@ -14,59 +14,59 @@ HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture
-def overseer(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandaloneClient]:
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandaloneClient]:
     """Listening; the test process gets its own handlers back, and keeps none of the fork hooks."""
     before = {number: signal.getsignal(number) for number in HEARD}
     hooks: list[object] = []
     monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: hooks.append(after_in_child))
-    overseer = StandaloneClient()
-    overseer.install_signal_handlers()
-    yield overseer
+    client = StandaloneClient()
+    client.install_signal_handlers()
+    yield client
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_nobody_asks_for_anything_at_first(overseer: StandaloneClient) -> None:
-    assert overseer.poll() == set()
+def test_nobody_asks_for_anything_at_first(client: StandaloneClient) -> None:
+    assert client.poll() == set()
 
 
 @pytest.mark.parametrize(
     ("number", "ending"),
     [(signal.SIGTERM, "drained"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "disconnected")],
 )
-def test_a_signal_asks_for_a_drain(overseer: StandaloneClient, number: signal.Signals, ending: str) -> None:
+def test_a_signal_asks_for_a_drain(client: StandaloneClient, number: signal.Signals, ending: str) -> None:
     signal.raise_signal(number)
-    assert [overseer.poll() for _ in range(2)] == [{DRAIN}] * 2
-    assert overseer.end_reason == ending
+    assert [client.poll() for _ in range(2)] == [{DRAIN}] * 2
+    assert client.end_reason == ending
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:
     """``nohup torchrun`` and ``nohup python``: the run goes on."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in HEARD}
     try:
-        overseer = StandaloneClient()
-        overseer.install_signal_handlers()
+        client = StandaloneClient()
+        client.install_signal_handlers()
         signal.raise_signal(signal.SIGHUP)
-        assert overseer.poll() == set()
+        assert client.poll() == set()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def test_sigusr1_asks_for_a_save_once_and_for_nothing_else(overseer: StandaloneClient) -> None:
+def test_sigusr1_asks_for_a_save_once_and_for_nothing_else(client: StandaloneClient) -> None:
     signal.raise_signal(signal.SIGUSR1)
-    assert [overseer.poll() for _ in range(2)] == [{SAVE}, set()]
+    assert [client.poll() for _ in range(2)] == [{SAVE}, set()]
 
 
-def test_sigterm_may_come_twice(overseer: StandaloneClient) -> None:
+def test_sigterm_may_come_twice(client: StandaloneClient) -> None:
     """Slurm sends it to a step and to what started it, which passes it on."""
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
-    assert overseer.poll() == {DRAIN}
+    assert client.poll() == {DRAIN}
 
 
-def test_a_second_interrupt_means_it(overseer: StandaloneClient) -> None:
+def test_a_second_interrupt_means_it(client: StandaloneClient) -> None:
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -114,7 +114,7 @@ def test_a_failure_on_the_way_leaves_nothing_either(monkeypatch: pytest.MonkeyPa
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), stream)
     assert torch.get_num_threads() == threads
-    assert generation_cache._Chest.measured_flops == generation_cache.bucket_mib() == 0.0
+    assert generation_cache._Cache.measured_flops == generation_cache.bucket_mib() == 0.0
 
 
 def test_where_there_is_a_gpu_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_what_torch_was_built_for_and_the_machine_has_decides(
 
 
 def test_data_that_is_read_whole_is_inherited_by_the_same_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_cache._Chest, "sources", {})
+    monkeypatch.setattr(generation_cache._Cache, "sources", {})
     job = tiny("data.max_bytes=100000")
     generation_cache.cache_sources(job.data, 7)
     kept = generation_cache.open_cached_source(job.data, "train", 7)

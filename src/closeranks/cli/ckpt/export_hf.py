@@ -43,5 +43,5 @@ def export_hf(
     from closeranks.run.huggingface.convert import export_hf as export
 
     with transfer_bar() as watcher:
-        moved = export(run, folder, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, watcher=watcher)
+        moved = export(run, folder, dtype=dtype.value if dtype else "", shard_bytes=shard_bytes, listener=watcher)
     print_result(moved, f"Load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).")

@@ -31,5 +31,5 @@ def import_hf(
 
     run = local_path(out)
     with transfer_bar() as watcher:
-        moved = take(folder, run, watcher=watcher)
+        moved = take(folder, run, listener=watcher)
     print_result(moved, f"Its job is {run / 'job.toml'}: fill in data and train, and start it with `closeranks train`.")

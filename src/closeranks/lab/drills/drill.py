@@ -156,7 +156,7 @@ def _first_step_limit(undisturbed: RecordedRun) -> str:
 def _train(path: Path, settings: Sequence[str], num_workers: int, injector: Injector) -> str:
     """Why the run did not finish; empty if it did. A stop from outside ends the whole drill."""
     try:
-        launch.train(path, settings, num_workers, on_turn=injector)
+        launch.train(path, settings, num_workers, on_tick=injector)
     except Interrupted:
         raise
     except Drained as error:
@@ -207,7 +207,7 @@ def train_with_faults(
     check_faults(asked.faults, launch.workers_of(job, num_workers), job.train.steps)
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
-        launch.train(path, overrides, num_workers, on_turn=injector, party=party)
+        launch.train(path, overrides, num_workers, on_tick=injector, hosts=party)
     for strike in injector.injections:
         if strike.error:
             typer.echo(f"{strike.fault} could not be injected: {strike.error}", err=True)

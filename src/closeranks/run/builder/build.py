@@ -51,8 +51,7 @@ from closeranks.run.job.job import Job, check_workers, layout_for, micro_batch_s
 from closeranks.run.state.state import RunState
 from closeranks.run.step.engine import Engine
 from closeranks.run.step.step_timer import StepTimer, make_stopwatch
-from closeranks.run.worker import excepthook
-from closeranks.run.worker import generation_cache as heirloom
+from closeranks.run.worker import excepthook, generation_cache
 from closeranks.run.worker.agent_client import current_agent_client, current_link
 from closeranks.run.worker.rendezvous import make_store
 from closeranks.sync.local_sgd import replica_groups
@@ -79,8 +78,8 @@ def choose_bucket_size(
         return BucketTuning()
     if not isinstance(job.sync.bucket_mib, str):
         return BucketTuning(job.sync.bucket_mib)
-    if handed_on := heirloom.bucket_mib():
-        return BucketTuning(handed_on)
+    if cached := generation_cache.bucket_mib():
+        return BucketTuning(cached)
     items = micro_batch_size(job) * spec.items_per_sample
     flops = spec.flops_per_item * items / (layout.tensor * layout.pipeline)
     behind_s = backward_s(flops, measured_flops) if job.sync.overlap else 0.0
@@ -111,23 +110,23 @@ class BuiltRun:
 def build(
     job: Job,
     world: World,
-    ingredients: RunInputs,
-    recall: Callable[[RankGroup], BatchHistory] = lambda _: BatchHistory(),
+    inputs: RunInputs,
+    find_history: Callable[[RankGroup], BatchHistory] = lambda _: BatchHistory(),
 ) -> BuiltRun:
-    """``recall``: collective that returns what earlier parts of the run fixed; called only for a resumed job, once the
-    group has formed."""
+    """``find_history``: collective that returns what earlier parts of the run fixed; called only for a resumed job,
+    once the group has formed."""
     is_new = not job.checkpoint.resume
-    planned = _plan(job, world, ingredients, BatchHistory()) if is_new else None
+    planned = _plan(job, world, inputs, BatchHistory()) if is_new else None
     device = choose_device(job, world)
     hook = sys.excepthook
     with track_sockets():
-        opened = open_world_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+        world_group = open_world_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
     excepthook.replace_torch_hook(hook, world.size)
     try:
-        planned = planned or _plan(job, world, ingredients, recall(opened.group))
-        return _build(planned, world, ingredients, device, opened)
+        planned = planned or _plan(job, world, inputs, find_history(world_group.group))
+        return _build(planned, world, inputs, device, world_group)
     except BaseException:
-        opened.close()
+        world_group.close()
         raise
 
 
@@ -140,12 +139,12 @@ class _Plan(NamedTuple):
     schedule: BatchSchedule
 
 
-def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) -> _Plan:
-    job = past.apply_to(job)
+def _plan(job: Job, world: World, inputs: RunInputs, history: BatchHistory) -> _Plan:
+    job = history.apply_to(job)
     problems = check_workers(job, world.size)
     if problems:
         raise ConfigError(problems)
-    schedule = batch_schedule(job, len(ingredients.source), past.ends)
+    schedule = batch_schedule(job, len(inputs.source), history.ends)
     layout = layout_for(job, world.size)
     num_hosts = len(set(world.hosts)) or max(1, world.size // max(1, world.local_size))
     num_replicas = replica_groups.num_replica_groups(job.sync, layout, num_hosts)
@@ -154,59 +153,59 @@ def _plan(job: Job, world: World, ingredients: RunInputs, past: BatchHistory) ->
     return _Plan(job, layout, num_replicas, schedule)
 
 
-def _build(planned: _Plan, world: World, ingredients: RunInputs, device: torch.device, opened: WorldGroup) -> BuiltRun:
+def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device, world_group: WorldGroup) -> BuiltRun:
     job, layout, num_replicas, schedule = planned
-    spec, precision, num_steps = ingredients.spec, Precision(job.train.precision), schedule.num_steps
+    spec, precision, num_steps = inputs.spec, Precision(job.train.precision), schedule.num_steps
     # All ranks of a host measure at the same time, as they will compute, and before the model takes memory.
-    measured_flops = heirloom.matmul_flops(device, precision.compute)
+    measured_flops = generation_cache.matmul_flops(device, precision.compute)
     with track_sockets():
-        groups = open_mesh_groups(opened.group, layout, device, job.run.timeout_s, num_replicas)
-    opened.closers.append(groups.close)
-    frozen = ParameterGrouping(job.optim)
-    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=frozen.assign_groups)
+        groups = open_mesh_groups(world_group.group, layout, device, job.run.timeout_s, num_replicas)
+    world_group.closers.append(groups.close)
+    grouping = ParameterGrouping(job.optim)
+    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=grouping.assign_groups)
     chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
     noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.replica_group.data, device)
     buckets = choose_bucket_size(job, layout, groups, spec, applied.held, measured_flops, device)
     reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
-    accuracy = CompressionQuality(chosen.compression, groups.world, device, tells=world.is_lead)
-    optimizer = make_optimizer(job, layout, groups, reducer, frozen, num_steps)
-    boundaries = SyncSchedule.from_config(job.sync, num_steps)
-    pace = make_step_timer(job, layout, groups, reducer, device, opened)
-    context = RunContext(job, world, layout, device, groups, opened, schedule, boundaries, pace)
-    model = Model(spec, applied, precision, context, saves_trained=boundaries.num_fragments == 1)
+    quality = CompressionQuality(chosen.compression, groups.world, device, emits=world.is_lead)
+    optimizer = make_optimizer(job, layout, groups, reducer, grouping, num_steps)
+    sync_schedule = SyncSchedule.from_config(job.sync, num_steps)
+    step_timer = make_step_timer(job, layout, groups, reducer, device, world_group)
+    context = RunContext(job, world, layout, device, groups, world_group, schedule, sync_schedule, step_timer)
+    model = Model(spec, applied, precision, context, saves_trained=sync_schedule.num_fragments == 1)
     gradients = GradientSync(
         reducer,
         is_compressed=chosen.compression is not None,
         recompresses_sums=chosen.recompresses_sums,
-        words=chosen.summary,
+        summary=chosen.summary,
     )
-    supply = make_batches(job, ingredients, schedule, groups, device, even=reducer.needs_equal_counts)
-    usage = make_unused_parameters(groups, applied, frozen, optimizer, reducer, num_steps, device)
+    batches = make_batches(job, inputs, schedule, groups, device, even=reducer.needs_equal_counts)
+    unused = make_unused_parameters(groups, applied, grouping, optimizer, reducer, num_steps, device)
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
-    local = LocalSgd(context, model, reducer, supply) if job.sync.local.is_on else None
+    local = LocalSgd(context, model, reducer, batches) if job.sync.local.is_on else None
     own: list[Component | None] = [  # in the order in which the step and the state go through them
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
-        OptimizerStep(optimizer, job.optim.name, model, reducer, usage),
+        OptimizerStep(optimizer, job.optim.name, model, reducer, unused),
         LossScaling(loss_scale, groups) if precision.scales_loss else None,
         local,
         Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
-        supply,
+        batches,
         noise if job.train.noise_every else None,
-        GradientCompressionQuality(accuracy, reducer) if accuracy.plan else None,
-        usage,
+        GradientCompressionQuality(quality, reducer) if quality.plan else None,
+        unused,
     ]
     components = Components(one for one in own if one is not None)
     vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
-    engine = Engine(context, model, reducer, loss_scale, supply, vote, components)
-    identity = _identity(job, ingredients.source, supply)
+    engine = Engine(context, model, reducer, loss_scale, batches, vote, components)
+    identity = _identity(job, inputs.source, batches)
     return BuiltRun(
         engine=engine,
         state=RunState(context, model, components, identity, local.replica if local else None),
-        eval_source=ingredients.eval_source,
+        eval_source=inputs.eval_source,
         warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
         started_fields=_started(measured_flops, buckets),
     )
@@ -240,24 +239,24 @@ def _hosts_of(world: World) -> Sequence[int]:
     return world.hosts or [rank // max(1, world.local_size) for rank in range(world.size)]
 
 
-def _identity(job: Job, source: DataSource, supply: Batches) -> dict[str, Any]:
+def _identity(job: Job, source: DataSource, batches: Batches) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run."""
     return {
         "data": source.identity,
         "num_samples": len(source),
         "seed": job.run.seed,
-        "order": supply.order_description,
+        "order": batches.order_description,
         "global_batch": job.train.global_batch,
         "precision": job.train.precision,
     }
 
 
 def make_optimizer(
-    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, frozen: ParameterGrouping, num_steps: int
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, grouping: ParameterGrouping, num_steps: int
 ) -> Optimizer:
     return Optimizer(
         reducer.parameter_shards(),
-        frozen.assignment,
+        grouping.assignment,
         with_scaled_lr(job.optim, job.train.global_batch),
         num_steps=num_steps,
         frozen_from=freeze_step(job, layout, num_steps),
@@ -268,14 +267,14 @@ def make_optimizer(
 def make_unused_parameters(
     groups: MeshGroups,
     applied: DistributedModel,
-    frozen: ParameterGrouping,
+    grouping: ParameterGrouping,
     optimizer: Optimizer,
     reducer: Reducer,
     num_steps: int,
     device: torch.device,
 ) -> UnusedParameters:
     return UnusedParameters(
-        [name for group in frozen.assignment.groups for name in group.names],
+        [name for group in grouping.assignment.groups for name in group.names],
         (held.piece.name for held in applied.held if held.parameter.requires_grad),
         num_voters=groups.replica_group.world.size,
         num_ranks=groups.world.size,
@@ -287,19 +286,19 @@ def make_unused_parameters(
 
 
 def make_step_timer(
-    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, device: torch.device, opened: WorldGroup
+    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, device: torch.device, world_group: WorldGroup
 ) -> StepTimer:
-    is_apart = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
-    watch = make_stopwatch(device, is_apart=is_apart and job.layout.batch_norm != "sync")
-    pace = StepTimer(current_agent_client(), watch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
-    opened.closers.append(pace.close)
-    return pace
+    is_independent = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
+    stopwatch = make_stopwatch(device, is_independent=is_independent and job.layout.batch_norm != "sync")
+    step_timer = StepTimer(current_agent_client(), stopwatch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    world_group.closers.append(step_timer.close)
+    return step_timer
 
 
 def make_batches(
-    job: Job, ingredients: RunInputs, schedule: BatchSchedule, groups: MeshGroups, device: torch.device, *, even: bool
+    job: Job, inputs: RunInputs, schedule: BatchSchedule, groups: MeshGroups, device: torch.device, *, even: bool
 ) -> Batches:
-    source, sources = ingredients.source, (ingredients.source, ingredients.eval_source)
+    source, sources = inputs.source, (inputs.source, inputs.eval_source)
     order, quarantine = order_of(job.data, as_loader_source(source), job.run.seed), Quarantine(job.data.max_bad)
     loader = Loader(
         source,

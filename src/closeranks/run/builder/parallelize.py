@@ -12,7 +12,7 @@ from torch import nn
 
 from closeranks.core.protocols import Reducer
 from closeranks.facts.layout import Layout
-from closeranks.facts.memory.memory_per_rank import resolve_hold as facts_hold_of
+from closeranks.facts.memory.memory_per_rank import resolve_hold as resolve_hold_of
 from closeranks.optim.config import OptimConfig
 from closeranks.optim.groups import GroupAssignment
 from closeranks.optim.optimizer import freeze
@@ -41,7 +41,7 @@ class ParameterGrouping:
 
 def resolve_hold(job: Job, layout: Layout) -> str:
     """``layout.hold``, with ``auto`` resolved for this layout."""
-    return facts_hold_of(job.layout.hold, layout)
+    return resolve_hold_of(job.layout.hold, layout)
 
 
 def parallel_settings(job: Job, layout: Layout) -> ParallelSettings:
@@ -66,23 +66,30 @@ def make_reducer(
     layout: Layout,
     groups: MeshGroups,
     applied: DistributedModel,
-    ways: ReductionFactory | None = None,
+    reduction_factory: ReductionFactory | None = None,
     bucket_mib: float = 0.0,
 ) -> Reducer:
-    """``ways``: None for torch's own collectives; ``bucket_mib``: the size that ``sync.bucket_mib = "auto"`` chose."""
+    """``reduction_factory``: None for torch's own collectives; ``bucket_mib``: the size that
+    ``sync.bucket_mib = "auto"`` chose."""
     sync = job.sync
-    travel: dict[str, Any] = {
+    options: dict[str, Any] = {
         **sync.bucket_caps(bucket_mib)._asdict(),
         "overlap": sync.overlap,
-        "reduction_factory": ways,
+        "reduction_factory": reduction_factory,
         "is_exact": partial(must_stay_uncompressed, layout),
     }
     if layout.zero == 3:
         modules = list(applied.stages.values())
         hold = resolve_hold(job, layout)
-        home, is_exact = groups.replica_group, travel["is_exact"]
+        replica_group, is_exact = groups.replica_group, options["is_exact"]
         return FullyShardedReducer(
-            applied.held, modules, groups.shard, home.replica, hold=hold, reduction_factory=ways, is_exact=is_exact
+            applied.held,
+            modules,
+            groups.shard,
+            replica_group.replica,
+            hold=hold,
+            reduction_factory=reduction_factory,
+            is_exact=is_exact,
         )
     if layout.zero:
         return ShardedReducer(
@@ -91,6 +98,6 @@ def make_reducer(
             groups.replica_group.replica,
             zero=layout.zero,
             hold=resolve_hold(job, layout),
-            **travel,
+            **options,
         )
-    return AllReduceReducer(applied.held, groups.replica_group.data, **travel)
+    return AllReduceReducer(applied.held, groups.replica_group.data, **options)

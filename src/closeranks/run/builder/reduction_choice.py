@@ -32,7 +32,7 @@ from closeranks.sync.config import CompressConfig
 
 @dataclass(frozen=True, slots=True)
 class ReductionChoice:
-    """The reduction algorithm; ``ways`` None: torch's own collectives."""
+    """The reduction algorithm; ``reductions`` None: torch's own collectives."""
 
     reductions: ReductionFactory | None
     summary: str
@@ -48,24 +48,30 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
     config = job.sync.gradients
     if layout.data == 1:
         return ReductionChoice(None, "")
-    plan = compression_schedule(config, num_steps)
+    compression = compression_schedule(config, num_steps)
     levels = _levels(job, layout, groups, world)
-    over = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
+    group = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
     if config.name == "none":
         if levels is None:
             return ReductionChoice(None, "")
         inside, across = levels
-        return ReductionChoice(_two_levels(inside, plain_reductions(across)), _of_levels(inside, across))
+        return ReductionChoice(_hierarchical(inside, plain_reductions(across)), _describe_levels(inside, across))
     if levels is None or config.name == "powersgd":  # which sends so little that hosts do not matter
         scatters = layout.zero > 0 and groups.replica.size == 1
-        ways = compressed_reductions(config, over, plan, scatters=scatters)
+        reductions = compressed_reductions(config, group, compression, scatters=scatters)
         return ReductionChoice(
-            ways, describe_compressed_sync(config, plan), not scatters and config.name != "powersgd", plan
+            reductions,
+            describe_compressed_sync(config, compression),
+            not scatters and config.name != "powersgd",
+            compression,
         )
     inside, across = levels
-    ways = _two_levels(inside, compressed_reductions(config, across, plan))
+    reductions = _hierarchical(inside, compressed_reductions(config, across, compression))
     return ReductionChoice(
-        ways, f"{_of_levels(inside, across)}; across hosts, {describe_compressed_sync(config, plan)}", True, plan
+        reductions,
+        f"{_describe_levels(inside, across)}; across hosts, {describe_compressed_sync(config, compression)}",
+        True,
+        compression,
     )
 
 
@@ -96,7 +102,7 @@ def _levels(job: Job, layout: Layout, groups: MeshGroups, world: World) -> tuple
     return found
 
 
-def _two_levels(inside: RankGroup, across: ReductionFactory) -> ReductionFactory:
+def _hierarchical(inside: RankGroup, across: ReductionFactory) -> ReductionFactory:
     def make(spec: FlatBufferSpec) -> FlatReduction:
         return HierarchicalReduction(spec, inside, across)
 
@@ -110,14 +116,14 @@ def must_stay_uncompressed(layout: Layout, one: LocalParameter) -> bool:
     return bool(one.partial_over) or not one.is_primary or is_copied
 
 
-def describe_compressed_sync(config: CompressConfig, plan: CompressionSchedule, what: str = "gradients") -> str:
+def describe_compressed_sync(config: CompressConfig, compression: CompressionSchedule, what: str = "gradients") -> str:
     """Describes the compression, for people."""
-    since = f" after {plan.num_warmup} steps" if plan.num_warmup else ""
+    since = f" after {compression.num_warmup} steps" if compression.num_warmup else ""
     rest = ", with error feedback" if config.feedback else ", without error feedback"
     return f"{describe_compression(config, what)}{since}{rest}"
 
 
-def _of_levels(inside: RankGroup, across: RankGroup) -> str:
+def _describe_levels(inside: RankGroup, across: RankGroup) -> str:
     topology = Topology(across.size, inside.size)
     share, flat = inter_host_bytes("hierarchical", 1.0, topology), inter_host_bytes("ring", 1.0, topology)
     return (

@@ -31,7 +31,7 @@ class RunDefinition:
 
 
 def from_job(job: Job) -> RunDefinition:
-    def ingredients() -> RunInputs:
+    def load_inputs() -> RunInputs:
         source = generation_cache.open_cached_source(job.data, "train", job.run.seed)
         check_vocabulary(job, getattr(source, "vocab_size", 0))
         return RunInputs(
@@ -40,7 +40,7 @@ def from_job(job: Job) -> RunDefinition:
             eval_source=generation_cache.open_cached_source(job.data, "eval", job.run.seed),
         )
 
-    return RunDefinition(job, ingredients)
+    return RunDefinition(job, load_inputs)
 
 
 def from_python(
@@ -53,10 +53,10 @@ def from_python(
     tables: Mapping[str, Any],
 ) -> RunDefinition:
     excepthook.install()
-    beside = {key: tables[key] for key in ("stages", "tensor") if key in tables}
+    splits = {key: tables[key] for key in ("stages", "tensor") if key in tables}
     extra = {
-        **{name: table for name, table in tables.items() if name not in (*beside, "loading")},
-        "model": {"name": _name_of(model), "metrics": tuple(metrics), **beside},
+        **{name: table for name, table in tables.items() if name not in (*splits, "loading")},
+        "model": {"name": _name_of(model), "metrics": tuple(metrics), **splits},
         "data": {"name": _name_of(data), **tables.get("loading", {})},
     }
     job = load_job(None, extra=extra).value
@@ -65,7 +65,7 @@ def from_python(
             "eval_data is given, but no loss to evaluate it with", "Pass loss as well: a function of (model, batch)."
         )
 
-    def ingredients() -> RunInputs:
+    def load_inputs() -> RunInputs:
         factory = (lambda: model) if isinstance(model, nn.Module) else model
         named = getattr(job.data, "collate", "")
         own = load_object(named, place="data.collate") if collate is None and named else collate
@@ -82,17 +82,17 @@ def from_python(
             eval_source=None if eval_data is None else as_source(eval_data, collate=own),
         )
 
-    return RunDefinition(job, ingredients)
+    return RunDefinition(job, load_inputs)
 
 
 def make_hooks(job: Job) -> list[Hook]:
     """The hooks a job asks for: TensorBoard, and the user's own by dotted name."""
     hooks: list[Hook] = [TensorBoard()] if job.telemetry.tensorboard else []
     for path in job.run.hooks:
-        made = load_object(path, place="run.hooks")()
-        if not isinstance(made, Hook):
+        hook = load_object(path, place="run.hooks")()
+        if not isinstance(hook, Hook):
             raise UserError(f"run.hooks: '{path}' is not a closeranks.Hook", "Subclass closeranks.Hook.")
-        hooks.append(made)
+        hooks.append(hook)
     return hooks
 
 

@@ -51,7 +51,7 @@ class Batches(Component):
     differed, a collective would hang."""
     is_balanced: bool = False
     """Whether slower replicas may get fewer micro-batches."""
-    _news: dict[int, str] = field(default_factory=dict)
+    _warnings: dict[int, str] = field(default_factory=dict)
     _times: StageTimes = field(default_factory=StageTimes)
     _waited_s: float = 0.0
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
@@ -76,14 +76,14 @@ class Batches(Component):
 
     def _open_log(self, path: Path, emit: Callable[[Event], None], must_log: bool) -> None:
         """From now on the samples of each step are logged."""
-        whose = f"the sample log of rank {self.rank}"
+        log_name = f"the sample log of rank {self.rank}"
 
         def on_lost(why: str) -> None:
-            emit(Warned(f"{whose} cannot be written ({why}): training continues, and writing is retried"))
+            emit(Warned(f"{log_name} cannot be written ({why}): training continues, and writing is retried"))
 
         def on_back(num_dropped: int) -> None:
             lost = f"{num_dropped} bytes of it were lost" if num_dropped else "nothing was lost"
-            emit(Warned(f"{whose} is written again; {lost}"))
+            emit(Warned(f"{log_name} is written again; {lost}"))
 
         try:
             self._log = AppendFile(path, on_lost, on_back, must_open=must_log)
@@ -125,15 +125,15 @@ class Batches(Component):
         """If the vote of a step counted bad samples, gather which ones they are, warn, and stop if there are too
         many."""
         done = entry.done
-        if (news := self._news.pop(done.step, "")) and self.rank == 0:
-            emit(Warned(news, done.step))
+        if (warning := self._warnings.pop(done.step, "")) and self.rank == 0:
+            emit(Warned(warning, done.step))
         if not done.num_bad:
             return
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
-        heard = [
+        gathered = [
             BadSample.from_json(row) for text in self.groups.world.all_gather_text(own) for row in json.loads(text)
         ]
-        fresh = self.quarantine.add(merge(heard))
+        fresh = self.quarantine.add(merge(gathered))
         for text in describe_skipped(fresh) if self.rank == 0 else ():
             emit(Warned(text, done.step))
         self.quarantine.check(done.step)
@@ -148,8 +148,8 @@ class Batches(Component):
         before = self.loader.shares
         self.loader.set_shares(shares)
         if shares != before:
-            told = "+".join(map(str, shares))
-            self._news[step] = f"replicas split the micro-batches of a step {told} from now on, by their speed"
+            split = "+".join(map(str, shares))
+            self._warnings[step] = f"replicas split the micro-batches of a step {split} from now on, by their speed"
 
     def tree(self) -> dict[str, Any]:
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
@@ -197,17 +197,17 @@ class Batches(Component):
         self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
-def check_dataset_lengths(told: Sequence[str], identity: str) -> None:
+def check_dataset_lengths(lengths: Sequence[str], identity: str) -> None:
     """Check that all ranks have opened the same data: otherwise each would read a different part of it."""
-    others = [rank for rank, length in enumerate(told) if length != told[0]]
+    others = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
     if others:
-        what = f"{identity} has {told[0]} samples on rank 0 and {told[others[0]]} on rank {others[0]}"
+        what = f"{identity} has {lengths[0]} samples on rank 0 and {lengths[others[0]]} on rank {others[0]}"
         raise DataError(what, "Give every rank the same data: the same files, and a length that does not change.")
 
 
 def describe_skipped(fresh: Sequence[BadSample]) -> list[str]:
     """Warnings about the samples that one step skipped; the checkpoint lists them all."""
-    said = [f"sample {bad.sample} is skipped: {bad.message}" for bad in fresh[:_NAMED]]
-    if (more := len(fresh) - len(said)) > 0:
-        said.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")
-    return said
+    warnings = [f"sample {bad.sample} is skipped: {bad.message}" for bad in fresh[:_NAMED]]
+    if (more := len(fresh) - len(warnings)) > 0:
+        warnings.append(f"and {more} more sample{'s are' if more > 1 else ' is'} skipped at this step")
+    return warnings

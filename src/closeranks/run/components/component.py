@@ -1,7 +1,7 @@
 """The interface of components: the parts of a run that act in the phases of a step, hold state, or both.
 
 A component overrides the methods it needs and does not depend on the others. The step calls each phase on all of them
-in the order of the list in ``run.build``, which is the same on every rank, so a phase may contain collectives.
+in the order of the list in ``run.builder.build``, which is the same on every rank, so a phase may contain collectives.
 
     begin            the step opens
     before_forward   a micro-batch is about to run through one of this rank's stages

@@ -1,7 +1,8 @@
 """Measures the error that gradient compression adds in this run, and warns when it grows.
 
-In sampled steps the ranks sum what each measured (``sync.compress.compressed``). Rank 0 reports it once the host has
-read the step's result: as an event, and as a warning when it drifts. Cost: one small all-reduce in each sampled step.
+In sampled steps the ranks sum what each measured (``sync.compress.compressed_reduction``). Rank 0 reports it once the
+host has read the step's result: as an event, and as a warning when it drifts. Cost: one small all-reduce in each
+sampled step.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class CompressionQuality:
-    """Call sequence: ``measure`` in every step or synchronisation, ``settle`` when the host has read the step's result.
+    """Call sequence: ``measure`` in every step or synchronisation, ``report`` when the host has read the step's result.
 
-    ``plan`` None: nothing is compressed. ``tells``: True on the one rank that emits the events.
+    ``plan`` None: nothing is compressed. ``emits``: True on the one rank that emits the events.
     """
 
     def __init__(
-        self, plan: CompressionSchedule | None, group: ReduceGroup, device: torch.device, *, tells: bool
+        self, plan: CompressionSchedule | None, group: ReduceGroup, device: torch.device, *, emits: bool
     ) -> None:
-        self.plan, self._group, self._device, self._tells = plan, group, device, tells
+        self.plan, self._group, self._device, self._emits = plan, group, device, emits
         self._measured: dict[int, Tensor] = {}
         self._drift = CompressionDrift()
 
@@ -48,22 +49,22 @@ class CompressionQuality:
     def report(self, done: StepDone, emit: Callable[[Event], None]) -> None:
         """Called on all ranks. If the step was not taken, its measurement is discarded."""
         found = self._measured.pop(done.step, None)
-        if found is None or not self._tells or not done.taken:
+        if found is None or not self._emits or not done.taken:
             return
         error, cosine = error_and_cosine(found.tolist())
         emit(Compressed(done.step, error, cosine))
-        if told := self._drift.observe(error, cosine):
-            emit(Warned(told, done.step))
+        if warning := self._drift.observe(error, cosine):
+            emit(Warned(warning, done.step))
 
 
 class GradientCompressionQuality(Component):
     """Measures the compression of gradients, which happens in every step."""
 
-    def __init__(self, accuracy: CompressionQuality, reducer: Reducer) -> None:
-        self._accuracy, self._reducer = accuracy, reducer
+    def __init__(self, quality: CompressionQuality, reducer: Reducer) -> None:
+        self._quality, self._reducer = quality, reducer
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
-        self._accuracy.measure(index, index + 1, self._reducer.compression_errors)
+        self._quality.measure(index, index + 1, self._reducer.compression_errors)
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
-        self._accuracy.report(entry.done, emit)
+        self._quality.report(entry.done, emit)

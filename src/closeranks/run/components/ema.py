@@ -30,8 +30,8 @@ class Ema(Component):
         self._reducer.gather_parameters()
 
     def tensors(self) -> Iterator[StateTensor]:
-        for leaf, average in zip(self._reducer.parameter_shards(), self._average.tensors, strict=True):
-            yield self._model.shard_state(EMA, leaf, leaf.piece.name, average)
+        for shard, average in zip(self._reducer.parameter_shards(), self._average.tensors, strict=True):
+            yield self._model.shard_state(EMA, shard, shard.piece.name, average)
 
     def restore(self, saved: SavedState) -> None:
         """If the saved run had no average, start one from its weights."""

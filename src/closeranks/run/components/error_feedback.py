@@ -21,12 +21,12 @@ from closeranks.sync.compress.error_feedback import OWED, RESIDUAL, rows_to_read
 
 
 def restore_error_feedback(
-    memories: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, recompresses_sums: bool
+    tensors: Sequence[ErrorFeedbackTensor], saved: SavedState, section: str, *, recompresses_sums: bool
 ) -> None:
     """What a state does not hold, or holds with another shape, starts as in a fresh run. ``recompresses_sums``: whether
     sums are compressed by their owners, here or on any rank."""
     shapes = saved.shapes(section)
-    for one in memories:
+    for one in tensors:
         key, own = one.piece.name, one.piece.shape
         if one.kind == RESIDUAL:
             one.tensor.zero_()

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class GradientSync(Component):
-    def __init__(self, reducer: Reducer, *, is_compressed: bool, recompresses_sums: bool, words: str) -> None:
+    def __init__(self, reducer: Reducer, *, is_compressed: bool, recompresses_sums: bool, summary: str) -> None:
         """``recompresses_sums``: whether the owner of each sum of gradients compresses it again, [Note: two shots];
-        ``words``: a description of the reduction, empty for the usual one."""
-        self.reducer, self._recompresses_sums, self._words = reducer, recompresses_sums, words
+        ``summary``: a description of the reduction, empty for the usual one."""
+        self.reducer, self._recompresses_sums, self._summary = reducer, recompresses_sums, summary
         self.unique = Unique.RANK if is_compressed else Unique.NOTHING
 
     def begin(self, index: int) -> None:
@@ -45,7 +45,7 @@ class GradientSync(Component):
         )
 
     def started(self) -> Mapping[str, Any]:
-        return {"sync": self._words}
+        return {"sync": self._summary}
 
 
 def error_feedback_state(one: ErrorFeedbackTensor) -> StateTensor:

@@ -1,12 +1,12 @@
 """Local SGD, DiLoCo and streaming DiLoCo, as a component: replicas take local steps and synchronise every so many.
 
-``sync.outer`` computes the outer step, ``sync.rounds`` says when there is one, and ``elastic.apart`` counts the votes
-in between. This component connects them to a run.
+``sync.local_sgd.outer_step`` computes the outer step, ``sync.local_sgd.sync_schedule`` says when there is one, and
+``elastic.local_sgd_vote`` counts the votes in between. This component connects them to a run.
 
 State: each replica has its own moments, counters and loss scale, and with several fragments its own weights between two
-synchronisations; ``run.saved`` says how those are saved. What all replicas share, the anchor (DiLoCo's outer weights)
-and the outer momentum, is saved once, piece by piece as weights are. The model in a checkpoint is the anchor: the
-weights that all replicas had when each fragment was last synchronised.
+synchronisations; ``run.state.saved_state`` says how those are saved. What all replicas share, the anchor (DiLoCo's
+outer weights) and the outer momentum, is saved once, piece by piece as weights are. The model in a checkpoint is the
+anchor: the weights that all replicas had when each fragment was last synchronised.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ _OUTER, _MOMENTUM, _WEIGHTS = "outer/", "outer/momentum/", "outer/weights/"
 
 
 class LocalSgd(Component):
-    """``vote``: the vote of this run; ``row``: the index of this replica's own state in what is saved."""
+    """``vote``: the vote of this run; ``replica``: the index of this replica's own state in what is saved."""
 
     unique = Unique.REPLICA
 
-    def __init__(self, context: RunContext, model: Model, reducer: Reducer, supply: Batches) -> None:
-        job, home = context.job, context.groups.replica_group
-        self._context, self._model, self._supply = context, model, supply
-        self._plan = _plan(job, home.across_groups, context.schedule.num_steps)
-        self.outer = _make_outer(context, model, reducer, self._plan)
-        self._accuracy = CompressionQuality(
-            self._plan, context.groups.world, context.device, tells=context.world.is_lead
+    def __init__(self, context: RunContext, model: Model, reducer: Reducer, batches: Batches) -> None:
+        job, replica_group = context.job, context.groups.replica_group
+        self._context, self._model, self._batches = context, model, batches
+        self._compression = _outer_compression(job, replica_group.across_groups, context.schedule.num_steps)
+        self.outer = _make_outer(context, model, reducer, self._compression)
+        self._quality = CompressionQuality(
+            self._compression, context.groups.world, context.device, emits=context.world.is_lead
         )
         self._is_streaming = context.sync_schedule.num_fragments > 1
         compress = job.sync.compress
         self._recompresses_sums = context.layout.data > 1 and compress.name not in ("none", "powersgd")
-        self.replica = ReplicaIndex(home.number, home.count)
+        self.replica = ReplicaIndex(replica_group.number, replica_group.count)
         self.vote: Vote = LocalSgdVote(
-            home.world,
+            replica_group.world,
             context.groups.world,
             model.spec.metrics,
             clip=job.optim.clip,
-            num_replica_groups=home.count,
-            speaks=home.world.rank == 0,
+            num_replica_groups=replica_group.count,
+            speaks=replica_group.world.rank == 0,
         )
 
     def after_update(self, index: int, verdict: Verdict) -> None:
@@ -87,50 +87,52 @@ class LocalSgd(Component):
         if not context.sync_schedule.is_sync_step(step):
             return
         context.step_timer.enter_phase(WorkerPhase.OUTER_STEP)
-        shares, home = self._supply.loader.shares, context.groups.replica_group
-        share = shares[home.number] / sum(shares) if shares else None
+        shares, replica_group = self._batches.loader.shares, context.groups.replica_group
+        share = shares[replica_group.number] / sum(shares) if shares else None
         self.outer.outer_step(step, context.sync_schedule.fragments(step), share)
-        self._accuracy.measure(step, step, self.outer.compression_errors)
+        self._quality.measure(step, step, self.outer.compression_errors)
         for statistics in self._model.statistics:
-            statistics.average(home.across_groups)
-        if self._supply.is_balanced and step < context.schedule.num_steps:
+            statistics.average(replica_group.across_groups)
+        if self._batches.is_balanced and step < context.schedule.num_steps:
             self._rebalance(step)
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
-        self._accuracy.report(entry.done, emit)
+        self._quality.report(entry.done, emit)
 
     def started(self) -> Mapping[str, Any]:
         job = self._context.job
-        said = {"apart": describe_local_sgd(job.sync.local, self._context.groups.replica_group.count)}
+        fields = {"apart": describe_local_sgd(job.sync.local, self._context.groups.replica_group.count)}
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
-            plan = compression_schedule(compress, self._context.schedule.num_steps)
-            said["sync"] = describe_compressed_sync(compress, plan, "the outer gradient").replace("travel ", "travels ")
-        return said
+            compression = compression_schedule(compress, self._context.schedule.num_steps)
+            fields["sync"] = describe_compressed_sync(compress, compression, "the outer gradient").replace(
+                "travel ", "travels "
+            )
+        return fields
 
     def _rebalance(self, step: int) -> None:
         """Collective. Divides micro-batches by the time that each rank took for one since the last call; a replica is
         as slow as its slowest rank."""
-        context, loader = self._context, self._supply.loader
-        home, world = context.groups.replica_group, context.groups.world
-        told = torch.zeros(home.count, world.size, dtype=torch.float64, device=context.device)
-        told[home.number, world.rank] = context.step_timer.pop_compute_s()
-        seconds = world.sum(told).amax(1).tolist()
-        width = context.groups.data.size // home.count
-        shares = loader.shares or even_shares(context.schedule.num_micro_batches(0), home.count, width)
+        context, loader = self._context, self._batches.loader
+        replica_group, world = context.groups.replica_group, context.groups.world
+        measured = torch.zeros(replica_group.count, world.size, dtype=torch.float64, device=context.device)
+        measured[replica_group.number, world.rank] = context.step_timer.pop_compute_s()
+        seconds = world.sum(measured).amax(1).tolist()
+        width = context.groups.data.size // replica_group.count
+        shares = loader.shares or even_shares(context.schedule.num_micro_batches(0), replica_group.count, width)
         now = rebalanced(shares, seconds, width)
         if now != shares:
-            self._supply.set_shares(now, step)
+            self._batches.set_shares(now, step)
 
     # State
 
     def tensors(self) -> Iterator[StateTensor]:
-        for leaf, anchor, momentum in self.outer.states():
+        for shard, anchor, momentum in self.outer.states():
             if self._is_streaming:
-                yield self._model.shard_state(MODEL, leaf, leaf.piece.name, anchor)
+                yield self._model.shard_state(MODEL, shard, shard.piece.name, anchor)
             if momentum is not None:
-                yield self._model.shard_state(SYNC, leaf, f"{_MOMENTUM}{leaf.piece.name}", momentum)
-        yield from map(error_feedback_state, self._memory())
+                yield self._model.shard_state(SYNC, shard, f"{_MOMENTUM}{shard.piece.name}", momentum)
+        yield from map(error_feedback_state, self._error_feedback())
         if self._is_streaming:
             yield from self._own_weights()
 
@@ -143,12 +145,12 @@ class LocalSgd(Component):
         accelerator their copy may still be in flight."""
         self.outer.restart()
         found = saved.shapes(SYNC)
-        for leaf, anchor, momentum in self.outer.states():
-            key = f"{_MOMENTUM}{leaf.piece.name}"
+        for shard, anchor, momentum in self.outer.states():
+            key = f"{_MOMENTUM}{shard.piece.name}"
             if momentum is not None and key in found:
-                saved.read_into(SYNC, key, replace(leaf.piece, name=key), momentum)
-            saved.read_into(MODEL, leaf.piece.name, leaf.piece, anchor)
-        restore_error_feedback(list(self._memory()), saved, SYNC, recompresses_sums=self._recompresses_sums)
+                saved.read_into(SYNC, key, replace(shard.piece, name=key), momentum)
+            saved.read_into(MODEL, shard.piece.name, shard.piece, anchor)
+        restore_error_feedback(list(self._error_feedback()), saved, SYNC, recompresses_sums=self._recompresses_sums)
         for one in self._own_weights() if self._is_streaming else ():
             if one.key in found:
                 saved.read_into(SYNC, one.key, one.piece, one.tensor)
@@ -162,30 +164,30 @@ class LocalSgd(Component):
     def _own_weights(self) -> Iterator[StateTensor]:
         """The weights of this replica. With several fragments they differ from the anchor even at a synchronisation,
         which covers one fragment."""
-        home = self._context.groups.replica_group
+        replica_group = self._context.groups.replica_group
         for one in self._model.local_tensors():
             if one.piece.name in self._model.applied.trainable:
                 piece = replace(one.piece, name=f"{_WEIGHTS}{one.piece.name}")
-                holders = home.replica if one.is_sharded else home.data
+                holders = replica_group.replica if one.is_sharded else replica_group.data
                 yield replace(
-                    make_state_tensor(SYNC, piece, one.tensor, holders, is_ours=one.is_saved_here),
+                    make_state_tensor(SYNC, piece, one.tensor, holders, is_saved_here=one.is_saved_here),
                     per_replica=True,
                 )
 
-    def _memory(self) -> Iterator[ErrorFeedbackTensor]:
+    def _error_feedback(self) -> Iterator[ErrorFeedbackTensor]:
         """Error feedback of the compressed deltas. Ranks of one replica that hold the same parameter shards have the
         same error feedback, and the first of them saves it."""
-        home = self._context.groups.replica_group
-        is_first = (home.replica if self._context.layout.zero else home.data).rank == 0
+        replica_group = self._context.groups.replica_group
+        is_first = (replica_group.replica if self._context.layout.zero else replica_group.data).rank == 0
         for one in self.outer.error_feedback():
             piece = replace(one.piece, name=f"{_OUTER}{one.piece.name}")
             yield replace(one, piece=piece, is_saved_here=one.is_saved_here and is_first)
 
 
 def _make_outer(
-    context: RunContext, model: Model, reducer: Reducer, plan: CompressionSchedule | None
+    context: RunContext, model: Model, reducer: Reducer, compression: CompressionSchedule | None
 ) -> OuterOptimizer:
-    local, layout, home = context.job.sync.local, context.layout, context.groups.replica_group
+    local, layout, replica_group = context.job.sync.local, context.layout, context.groups.replica_group
     applied = model.applied
     sizes = {name: prod(shape) for name, shape in applied.shapes.items() if name in applied.trainable}
     if local.fragments > len(sizes):
@@ -197,15 +199,15 @@ def _make_outer(
         reducer.parameter_shards(),
         assign_fragments(sizes, model.spec.blocks, local.fragments),
         OuterSgd(local.outer_lr, local.outer_momentum, local.nesterov),
-        home.count,
-        _ways(context.job, home.across_groups, plan),
-        plain_reductions(home.across_groups),
+        replica_group.count,
+        _reductions(context.job, replica_group.across_groups, compression),
+        plain_reductions(replica_group.across_groups),
         exact=whole | {one.piece.name for one in applied.held if must_stay_uncompressed(layout, one)},
         alone=whole | shared,
     )
 
 
-def _plan(job: Job, across: RankGroup, num_steps: int) -> CompressionSchedule | None:
+def _outer_compression(job: Job, across: RankGroup, num_steps: int) -> CompressionSchedule | None:
     """When deltas are compressed; None: never. Every synchronisation is measured, as they are few."""
     config = job.sync.compress
     if config.name == "none" or across.size == 1:
@@ -213,8 +215,12 @@ def _plan(job: Job, across: RankGroup, num_steps: int) -> CompressionSchedule | 
     return CompressionSchedule(config.num_warmup(num_steps), 1 if config.measure_every else 0)
 
 
-def _ways(job: Job, across: RankGroup, plan: CompressionSchedule | None) -> ReductionFactory:
-    return plain_reductions(across) if plan is None else compressed_reductions(job.sync.compress, across, plan)
+def _reductions(job: Job, across: RankGroup, compression: CompressionSchedule | None) -> ReductionFactory:
+    return (
+        plain_reductions(across)
+        if compression is None
+        else compressed_reductions(job.sync.compress, across, compression)
+    )
 
 
 def describe_local_sgd(local: LocalConfig, num_replicas: int) -> str:
@@ -223,10 +229,10 @@ def describe_local_sgd(local: LocalConfig, num_replicas: int) -> str:
     when = f"every {local.every} steps" if local.every > 1 else "after every step"
     if local.fragments > 1:
         when += f", one of {local.fragments} fragments every {local.every // local.fragments}"
-    return f"{who} {when}: {_rule_in_words(local)}"
+    return f"{who} {when}: {_describe_rule(local)}"
 
 
-def _rule_in_words(local: LocalConfig) -> str:
+def _describe_rule(local: LocalConfig) -> str:
     if local.outer_momentum == 0 and local.outer_lr == 1:
         return "local SGD, a plain mean"
     name = "streaming DiLoCo" if local.fragments > 1 else "DiLoCo"

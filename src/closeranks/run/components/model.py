@@ -84,8 +84,8 @@ class Model(Component):
     ) -> None:
         self.spec, self.applied, self.precision, self.device = spec, applied, precision, context.device
         self.layout, self._groups, self._saves_trained = context.layout, context.groups, saves_trained
-        self._spoken = frozenset(held.piece.name for held in applied.held if held.is_primary)
-        self._cut = frozenset(held.piece.name for held in applied.held if is_sharded(held))
+        self._primary = frozenset(held.piece.name for held in applied.held if held.is_primary)
+        self._sharded = frozenset(held.piece.name for held in applied.held if is_sharded(held))
         self.module: nn.Module = applied.module
         self.pipeline: Pipeline | None = applied.pipeline
         self.statistics = applied.statistics
@@ -97,41 +97,43 @@ class Model(Component):
         groups = self._groups
         for held in self.applied.held:
             tensor, piece = local_part(held, groups.shard)
-            is_cut = is_sharded(held)
-            holders = groups.replica if is_cut else groups.data
-            yield ModelTensor(piece, tensor, held.is_primary, holders, is_steady=True, is_sharded=is_cut)
-        speaks_here = groups.data.rank == 0 and groups.tensor.rank == 0
+            is_shard = is_sharded(held)
+            holders = groups.replica if is_shard else groups.data
+            yield ModelTensor(piece, tensor, held.is_primary, holders, is_steady=True, is_sharded=is_shard)
+        is_primary_here = groups.data.rank == 0 and groups.tensor.rank == 0
         names: set[str] = set()
         for name, tensor in _buffers(self.applied.stages.values()):
-            speaks = speaks_here and name not in names and self._speaker_of(name) == groups.pipeline.rank
+            is_primary = is_primary_here and name not in names and self._primary_rank(name) == groups.pipeline.rank
             names.add(name)
             # Any forward may change a buffer.
-            yield ModelTensor(Piece.whole(name, tuple(tensor.shape)), tensor, speaks, None, is_steady=False)
+            yield ModelTensor(Piece.whole(name, tuple(tensor.shape)), tensor, is_primary, None, is_steady=False)
 
     def tensors(self) -> Iterator[StateTensor]:
         for one in self._saved():
             yield make_state_tensor(
-                MODEL, one.piece, one.tensor, one.holders, is_ours=one.is_saved_here, is_steady=one.is_steady
+                MODEL, one.piece, one.tensor, one.holders, is_saved_here=one.is_saved_here, is_steady=one.is_steady
             )
 
     def shard_state(
-        self, section: str, leaf: ParameterShard, key: str, tensor: Tensor, *, per_replica: bool = False
+        self, section: str, shard: ParameterShard, key: str, tensor: Tensor, *, per_replica: bool = False
     ) -> StateTensor:
         """A state tensor that belongs to a parameter shard, under its own key: of the shard's shape, or a scalar."""
-        name, groups = leaf.piece.name, self._groups.replica_group if per_replica else self._groups
-        piece, is_ours = replace(leaf.piece, name=key), name in self._spoken
+        name, groups = shard.piece.name, self._groups.replica_group if per_replica else self._groups
+        piece, is_saved_here = replace(shard.piece, name=key), name in self._primary
         if tensor.ndim == 0:  # a scalar such as a step counter: the rank that holds the first element saves it
-            piece, is_ours = Piece.whole(key, ()), is_ours and _holds_first(leaf.piece)
-        # With zero 1 and 2 every leaf is a parameter shard: a range of rows, or a tensor box if memory is in another
-        # order.
-        is_cut = self.layout.zero in (1, 2) or name in self._cut
-        holders = groups.replica if is_cut else groups.data
-        return replace(make_state_tensor(section, piece, tensor, holders, is_ours=is_ours), per_replica=per_replica)
+            piece, is_saved_here = Piece.whole(key, ()), is_saved_here and _holds_first(shard.piece)
+        # With zero 1 and 2 every shard is a part of its parameter: a range of rows, or a tensor box if memory is in
+        # another order.
+        is_shard = self.layout.zero in (1, 2) or name in self._sharded
+        holders = groups.replica if is_shard else groups.data
+        return replace(
+            make_state_tensor(section, piece, tensor, holders, is_saved_here=is_saved_here), per_replica=per_replica
+        )
 
     def version(self) -> object:
         # FSDP2 never moves the parameters that it has sharded.
-        places = [held.parameter.data_ptr() for held in self.applied.held if not is_sharded(held)]
-        return places, [id(tensor) for stage in self.applied.stages.values() for tensor in stage.buffers()]
+        addresses = [held.parameter.data_ptr() for held in self.applied.held if not is_sharded(held)]
+        return addresses, [id(tensor) for stage in self.applied.stages.values() for tensor in stage.buffers()]
 
     def check(self, saved: SavedState) -> None:
         check_same_shapes(self.applied.shapes, saved.shapes(MODEL))
@@ -153,19 +155,25 @@ class Model(Component):
             for name in names
         ]
 
-    def _speaker_of(self, name: str) -> int:
-        chain, layout = self.spec.pipeline_spec, self.layout
-        if chain is None or layout.pipeline == 1:
+    def _primary_rank(self, name: str) -> int:
+        pipeline_spec, layout = self.spec.pipeline_spec, self.layout
+        if pipeline_spec is None or layout.pipeline == 1:
             return 0
-        ranges = stage_ranges(chain.costs, layout)
-        return primary_buffer_rank(name, chain.units, ranges, stage_placement(layout.schedule, layout.pipeline))
+        ranges = stage_ranges(pipeline_spec.costs, layout)
+        return primary_buffer_rank(name, pipeline_spec.units, ranges, stage_placement(layout.schedule, layout.pipeline))
 
 
 def make_state_tensor(
-    section: str, piece: Piece, tensor: Tensor, holders: RankGroup | None, *, is_ours: bool, is_steady: bool = True
+    section: str,
+    piece: Piece,
+    tensor: Tensor,
+    holders: RankGroup | None,
+    *,
+    is_saved_here: bool,
+    is_steady: bool = True,
 ) -> StateTensor:
     rank, size = (holders.rank, holders.size) if holders else (0, 1)
-    return StateTensor(section, piece.name, piece, tensor, is_steady, rank, size, is_ours)
+    return StateTensor(section, piece.name, piece, tensor, is_steady, rank, size, is_saved_here)
 
 
 def _holds_first(piece: Piece) -> bool:

@@ -25,13 +25,13 @@ class OptimizerStep(Component):
     """``name``: the algorithm, as in ``optim.name``."""
 
     def __init__(
-        self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, usage: UnusedParameters
+        self, optimizer: Optimizer, name: str, model: Model, reducer: Reducer, unused: UnusedParameters
     ) -> None:
         self.optimizer, self._name = optimizer, name
-        self._model, self._reducer, self._usage = model, reducer, usage
+        self._model, self._reducer, self._unused = model, reducer, unused
 
     def update(self, index: int, verdict: Verdict) -> None:
-        absent, gates = self._usage.skipped_updates(verdict)  # parameters that no rank had a gradient for
+        absent, gates = self._unused.skipped_updates(verdict)  # parameters that no rank had a gradient for
         gradients = self._reducer.gradients()
         self.optimizer.step(index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
 
@@ -43,8 +43,8 @@ class OptimizerStep(Component):
 
     def tensors(self) -> Iterator[StateTensor]:
         """Named ``parameter/exp_avg``; the same on all ranks that synchronise gradients in every step."""
-        for leaf, key, tensor in self.optimizer.state_tensors():
-            yield self._model.shard_state(OPTIMIZER, leaf, f"{leaf.piece.name}/{key}", tensor, per_replica=True)
+        for shard, key, tensor in self.optimizer.state_tensors():
+            yield self._model.shard_state(OPTIMIZER, shard, f"{shard.piece.name}/{key}", tensor, per_replica=True)
 
     def check(self, saved: SavedState) -> None:
         algorithm = saved.tree.get("algorithm")
@@ -74,7 +74,7 @@ class OptimizerStep(Component):
 class LossScaling(Component):
     def __init__(self, loss_scale: LossScale, groups: MeshGroups) -> None:
         self.loss_scale = loss_scale
-        self._is_ours = groups.replica_group.world.rank == 0
+        self._is_saved_here = groups.replica_group.world.rank == 0
 
     def update(self, index: int, verdict: Verdict) -> None:
         self.loss_scale.update(verdict.taken)
@@ -83,7 +83,7 @@ class LossScaling(Component):
         for key, tensor in self.loss_scale.state().items():
             piece = Piece.whole(f"{_SCALE}{key}", ())
             yield StateTensor(
-                OTHER, piece.name, piece, tensor, is_steady=False, is_saved_here=self._is_ours, per_replica=True
+                OTHER, piece.name, piece, tensor, is_steady=False, is_saved_here=self._is_saved_here, per_replica=True
             )
 
     def restore(self, saved: SavedState) -> None:

@@ -46,7 +46,7 @@ class SkippedUpdates(NamedTuple):
 
 
 class UnusedParameters(Component):
-    """The optimizer calls ``skips`` after the vote."""
+    """The optimizer calls ``skipped_updates`` after the vote."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class UnusedParameters(Component):
         self._is_alone, self._device, self._can_gate = num_voters == 1, device, can_gate
         self._num_steps, self._absent = num_steps, absent
         self._lacking: frozenset[str] = frozenset()
-        """Parameters that this rank had no gradient for when ``_votes`` was made."""
-        self._votes = self._make_votes()
+        """Parameters that this rank had no gradient for when ``_counts`` was made."""
+        self._counts = self._make_counts()
         self._where: tuple[Tensor, Tensor] | None = None
         self._never, self._num_taken = set(self._names), 0
-        self._num_told = 0
+        self._num_warned = 0
         """Number of parameters in the last warning of this process."""
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
@@ -83,9 +83,9 @@ class UnusedParameters(Component):
         has changed."""
         if self._lacking != absent:
             self._lacking = frozenset(absent)
-            self._votes = self._make_votes()
+            self._counts = self._make_counts()
             self._where = None
-        return self._votes
+        return self._counts
 
     def skipped_updates(self, verdict: Verdict) -> SkippedUpdates:
         """Parameters that no rank had a gradient for. No host sync on an accelerator, up to ``_MAX_GATES`` of them."""
@@ -105,11 +105,11 @@ class UnusedParameters(Component):
         self._num_taken += 1
         if self._never:
             self._never = self._counters.zero_names(sums[1:], self._never) if sums[0] else set()
-        is_news = self._num_taken == _WARN_AFTER or (
-            done.step == self._num_steps and self._num_told != len(self._never)
+        should_warn = self._num_taken == _WARN_AFTER or (
+            done.step == self._num_steps and self._num_warned != len(self._never)
         )
-        if self._never and is_news:
-            self._num_told = len(self._never)
+        if self._never and should_warn:
+            self._num_warned = len(self._never)
             emit(
                 Warned(
                     unused_warning([name for name in self._names if name in self._never], self._num_taken), done.step
@@ -130,7 +130,7 @@ class UnusedParameters(Component):
         self._never = {name for name in self._names if isinstance(never, list) and name in never}
         self._num_taken = num_taken if isinstance(num_taken, int) else 0
 
-    def _make_votes(self) -> Tensor:
+    def _make_counts(self) -> Tensor:
         values = [float(bool(self._lacking)), *self._counters.encode(self._held - self._lacking)]
         return torch.tensor(values, dtype=torch.float64).to(self._device, non_blocking=True)
 

@@ -20,20 +20,20 @@ def atomic_folder(place: Path) -> Iterator[Path]:
     """A folder to fill; it is renamed to ``place`` if the block ends without an error."""
     refuse_existing(place)
     place = place.absolute()
-    rising = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
     try:
-        rising.mkdir(parents=True)
-        yield rising
-        _sync(rising)
-        rising.rename(place)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _sync(temporary)
+        temporary.rename(place)
         _sync(place.parent)
     except OSError as error:
-        shutil.rmtree(rising, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         reason = os.strerror(error.errno) if error.errno else str(error)
         fix = "Name a place that you can write to and that has room."
         raise SetupError(f"{place} cannot be written: {reason}", fix) from error
     except BaseException:
-        shutil.rmtree(rising, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

@@ -68,7 +68,7 @@ class HubConversion:
 
 
 def export_hf(
-    place: str, out: Path, *, dtype: str = "", shard_bytes: int, watcher: ProgressListener = NO_PROGRESS
+    place: str, out: Path, *, dtype: str = "", shard_bytes: int, listener: ProgressListener = NO_PROGRESS
 ) -> HubConversion:
     """Write the newest sound checkpoint of a place as a folder that transformers loads. Empty ``dtype``: as saved."""
     weights = open_checkpoint_weights(place)
@@ -81,15 +81,15 @@ def export_hf(
     config |= {key: hub[key] for key in _PUBLISHED if key in hub}
     config["max_position_embeddings"] = max(max_len, hub.get("max_position_embeddings", max_len))
     with atomic_folder(out) as folder:
-        watcher.begin("writing", total)
-        files = write_shards(folder, weights, tensors, shard_bytes, watcher.advance)
+        listener.begin("writing", total)
+        files = write_shards(folder, weights, tensors, shard_bytes, listener.advance)
         write_json(folder / CONFIG, config)
-        beside = write_hub_files(hub, folder)
-    notes = _about_tokenizer(hub, beside)
+        hub_files = write_hub_files(hub, folder)
+    notes = _tokenizer_notes(hub, hub_files)
     return HubConversion(weights.path, out, len(tensors), total, tuple(files), (*weights.notes, *notes))
 
 
-def _about_tokenizer(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[str, ...]:
+def _tokenizer_notes(hub: Mapping[str, Any], written: tuple[str, ...]) -> tuple[str, ...]:
     if any(name in written for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return (f"The tokenizer is the one of {hub['source']}: {', '.join(written)}.",)
     return ("No tokenizer is written: add the one that the data was tokenized with.",)
@@ -120,7 +120,7 @@ def _main_dtype(tensors: list[ExportTensor]) -> str:
 # Import
 
 
-def import_hf(place: str, out: Path, *, watcher: ProgressListener = NO_PROGRESS) -> HubConversion:
+def import_hf(place: str, out: Path, *, listener: ProgressListener = NO_PROGRESS) -> HubConversion:
     """Make a run folder from published weights: a checkpoint of step 0 with the weights, and a job to start from it."""
     config = _published_config(place)
     weights = open_weights(place)
@@ -128,7 +128,7 @@ def import_hf(place: str, out: Path, *, watcher: ProgressListener = NO_PROGRESS)
     shape = LlamaConfig.model_validate(table).shape()
     ties = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
     found = match_names(parameter_shapes(shape), weights.names(), ties, weights.path)
-    _check_doubles(weights, found)
+    _check_duplicates(weights, found)
     tensors = plan_export(weights, found.names)
     total = sum(tensor.num_bytes for tensor in tensors)
     job = _job(table, config, out)
@@ -138,7 +138,7 @@ def import_hf(place: str, out: Path, *, watcher: ProgressListener = NO_PROGRESS)
             "hub": read_hub_metadata(place),
             "versions": {"closeranks": __version__, "torch": torch.__version__},
         }
-        save_weights(str(folder / FOLDER), weights, tensors, tree, watcher)
+        save_weights(str(folder / FOLDER), weights, tensors, tree, listener)
         (folder / "job.toml").write_text(_job_text(table, job))
     notes = (f"The tokenizer stays where it is, in {_folder_of(place)}.",)
     return HubConversion(weights.path, out, len(tensors), total, (), (*weights.notes, *notes))
@@ -156,13 +156,13 @@ def _published_config(place: str) -> dict[str, Any]:
     return read_json(_folder_of(place) / CONFIG)
 
 
-def _check_doubles(weights: Weights, found: NameMapping) -> None:
+def _check_duplicates(weights: Weights, found: NameMapping) -> None:
     """An output projection that is stored beside the embedding it is tied to must be that embedding."""
-    for name, double in found.duplicates.items():
+    for name, duplicate in found.duplicates.items():
         first = found.names[name]
         for band in row_bands(Piece.whole(first, tuple(weights.names()[first])), weights.dtype(first).itemsize):
-            if not torch.equal(weights.read(first, band.piece), weights.read(double, band.piece)):
-                what = f"'{double}' and '{first}' differ in {weights.path}, and its config ties them"
+            if not torch.equal(weights.read(first, band.piece), weights.read(duplicate, band.piece)):
+                what = f"'{duplicate}' and '{first}' differ in {weights.path}, and its config ties them"
                 raise CheckpointError(what, "Set tie_word_embeddings to false in config.json if both are meant.")
 
 

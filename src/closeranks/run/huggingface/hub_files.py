@@ -30,7 +30,7 @@ LARGE = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *SMALL
 """Copied from the folder that the weights came from."""
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SMALL_BYTES = 256 << 10
-_KEPT = "hub.json"
+_SAVED_FILE = "hub.json"
 """In the run folder, for a generation that restores from memory and so has no checkpoint's tree."""
 
 
@@ -77,12 +77,12 @@ def saved_hub_metadata(folder: Path, tree: Mapping[str, Any], weights: str) -> d
     if not weights:
         return {}
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        kept = json.loads(read_text(folder / _KEPT, 16 * _SMALL_BYTES))
-        if kept["weights"] == weights:
-            return validate_hub_metadata(kept["hub"])
+        saved = json.loads(read_text(folder / _SAVED_FILE, 16 * _SMALL_BYTES))
+        if saved["weights"] == weights:
+            return validate_hub_metadata(saved["hub"])
     if hub := read_hub_metadata(weights):
         with suppress(OSError):  # a full disk is reported by what matters more
-            (folder / _KEPT).write_text(json.dumps({"weights": weights, "hub": hub}) + "\n")
+            (folder / _SAVED_FILE).write_text(json.dumps({"weights": weights, "hub": hub}) + "\n")
     return hub
 
 

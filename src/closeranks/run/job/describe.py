@@ -30,29 +30,31 @@ if TYPE_CHECKING:
     from closeranks.models.config import LlamaConfig
 
 ALIGN_BYTES = 64
-"""As ``sync.shards``, which imports torch, aligns the members of its buckets."""
+"""As ``sync.reducers.sharded``, which imports torch, aligns the members of its buckets."""
 
 
 def describe_job(job: Job) -> PlanningJob:
     """The job without its layout, as ``plan`` takes it."""
-    found = _described(job)
+    found = _describe(job)
     return replace(
         found, cost_settings=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
     )
 
 
-def _described(job: Job) -> PlanningJob:
+def _describe(job: Job) -> PlanningJob:
     needs = demands(job, micro_batch_size(job))
     if is_import_path(job.model.name):
         spec, module = _built_on_meta(job)
         if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now
             needs = replace(needs, num_layers=len(spec.pipeline_spec.units))
-        return PlanningJob(_anatomy_of(spec, module), needs, _terms(job, len(spec.metrics), _num_statistics(module)))
+        return PlanningJob(
+            _structure_of(spec, module), needs, _cost_settings(job, len(spec.metrics), _num_statistics(module))
+        )
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
     found = model_structure(small.shapes(job.model), units=small.units)
-    return PlanningJob(found, needs, _terms(job, small.num_metrics, small.num_statistics(job.model)))
+    return PlanningJob(found, needs, _cost_settings(job, small.num_metrics, small.num_statistics(job.model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ _SMALL = {
 
 def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> PlanningJob:
     shape = config.shape()
-    passage = ActivationSettings(
+    activations = ActivationSettings(
         num_tokens=needs.micro_batch * job.data.seq_len,
         precision=job.train.precision,
         recompute=job.train.recompute,
@@ -86,10 +88,10 @@ def _llama(job: Job, config: LlamaConfig, needs: LayoutConstraints) -> PlanningJ
         dropout=config.dropout,
         is_compiled=job.train.compile,
     )
-    return PlanningJob(llama_structure(shape, job.data.seq_len), needs, _terms(job), shape, passage)
+    return PlanningJob(llama_structure(shape, job.data.seq_len), needs, _cost_settings(job), shape, activations)
 
 
-def _terms(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> CostSettings:
+def _cost_settings(job: Job, num_metrics: int = 0, num_statistics: int = 0) -> CostSettings:
     return CostSettings(
         precision=job.train.precision,
         optimizer=job.optim.name,
@@ -123,7 +125,7 @@ def _num_statistics(module: nn.Module) -> int:
     return sum(buffer.numel() for name, buffer in module.named_buffers() if name.rpartition(".")[2] in kinds)
 
 
-def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
+def _structure_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
     from closeranks.parallel.fully_shard import choose_fsdp_units, describe_modules
 
     owners: dict[nn.Parameter, str] = {}
@@ -131,11 +133,13 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if (first := owners.setdefault(parameter, name)) != name:
             ties[name] = first
-    chain = spec.pipeline_spec
+    pipeline_spec = spec.pipeline_spec
     return model_structure(
         {name: tuple(parameter.shape) for parameter, name in owners.items()},
-        units=chain.units if chain is not None else spec.blocks or choose_fsdp_units(describe_modules(module), ()),
-        costs=chain.costs if chain is not None else (),
+        units=pipeline_spec.units
+        if pipeline_spec is not None
+        else spec.blocks or choose_fsdp_units(describe_modules(module), ()),
+        costs=pipeline_spec.costs if pipeline_spec is not None else (),
         blocks=spec.blocks,
         rules=[(rule.pattern, rule.dim, rule.sequence) for rule in spec.sharding_rules],
         ties=ties,
@@ -143,7 +147,8 @@ def _anatomy_of(spec: ModelSpec, module: nn.Module) -> ModelStructure:
 
 
 class ReducerBucketPlanner:
-    """The reducers' own bucket plan, for weights of which only the sizes are known (``facts.spread.BucketPlan``)."""
+    """The reducers' own bucket plan, for weights of which only the sizes are known: a
+    ``facts.memory.memory_per_rank.BucketPlanner``."""
 
     def __init__(self, sync: SyncConfig) -> None:
         caps = sync.bucket_caps()
@@ -162,6 +167,6 @@ class ReducerBucketPlanner:
             )
             for item in items
         ]
-        cuts = {"num_shards": num_shards, "align_bytes": ALIGN_BYTES} if num_shards else {}
-        plan = plan_buckets(members, **self._caps, **cuts)
+        sharding = {"num_shards": num_shards, "align_bytes": ALIGN_BYTES} if num_shards else {}
+        plan = plan_buckets(members, **self._caps, **sharding)
         return [BucketSize(bucket.numel, tuple(axes[number] for number in bucket.partial_over)) for bucket in plan]

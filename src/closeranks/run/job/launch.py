@@ -1,7 +1,7 @@
-"""How does a verb start workers here and show what they do?
+"""Starts workers for the commands ``train`` and ``run`` and displays their progress.
 
-Shared by ``train`` and ``run``. Imports no torch: the agent lives in this process and must stay light. Invariant: a run
-that began always ends with its report written and its terminal given back, whatever ended it.
+Imports no torch: the agent runs in this process and must stay small. Invariant: a run that started always ends with its
+report written and its terminal restored, whatever ended it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class JobHosts:
     """The hosts of a job, as the command line names them."""
 
     num_hosts: int = 1
-    """It begins when so many are here, this one included,"""
+    """The job starts when this many have joined, including this one,"""
     max_hosts: int = 1
-    """and grows up to so many; others stand by."""
+    """and grows up to this many; others are standby hosts."""
     listen: str = ""
-    """Where others may join: an address of this host, with a port or without."""
+    """Address of this host at which others may join, with or without a port."""
     token_file: Path | None = None
 
     @property
@@ -67,11 +67,11 @@ def train(
     path: Path,
     overrides: Sequence[str],
     num_workers: int,
-    on_turn: OnTick | None = None,
-    party: JobHosts | None = None,
+    on_tick: OnTick | None = None,
+    hosts: JobHosts | None = None,
 ) -> None:
-    """``on_turn`` looks on while the job runs: see ``agent.lead``."""
-    party = party or JobHosts()
+    """``on_tick`` observes the job while it runs, see ``agent.job.job_controller``."""
+    hosts = hosts or JobHosts()
     world = detect_world()
     if world.launcher in _STARTED_ELSEWHERE:
         _train_here(path, overrides, num_workers, world)
@@ -79,59 +79,59 @@ def train(
     job = resolve_existing_paths(load_job(path, overrides).value, path)
     add_job_folder_to_path(path)
     num_workers = workers_of(job, num_workers)
-    with owned_run_folder(job, path.stem) as claim:
-        past = _past_of(job, claim.folder)
-        job = past.apply_to(job)
-        if problems := check_workers(job, num_workers * party.max_hosts):
+    with owned_run_folder(job, path.stem) as owned:
+        history = _batch_history(job, owned.folder)
+        job = history.apply_to(job)
+        if problems := check_workers(job, num_workers * hosts.max_hosts):
             raise ConfigError(problems)
-        prepare_folder(job, claim.folder)
-        work = _training(job, claim, past, party, (str(path), tuple(overrides)))
-        _start(replace(work, on_turn=_minding(on_turn)), num_workers)
+        prepare_folder(job, owned.folder)
+        launch = _training_launch(job, owned, history, hosts, (str(path), tuple(overrides)))
+        _start(replace(launch, on_tick=_with_ownership_check(on_tick)), num_workers)
 
 
-def _training(
-    job: Job, claim: OwnedRunFolder, past: BatchHistory, party: JobHosts, command: tuple[str, tuple[str, ...]]
-) -> _Work:
-    return _Work(
+def _training_launch(
+    job: Job, owned: OwnedRunFolder, history: BatchHistory, hosts: JobHosts, command: tuple[str, tuple[str, ...]]
+) -> _Launch:
+    return _Launch(
         entry="closeranks.run.worker.entry:train_entry",
-        payload=_payload(job, claim.folder, past),
-        folder=claim.folder,
-        is_new=claim.is_new,
+        payload=_payload(job, owned.folder, history),
+        folder=owned.folder,
+        is_new=owned.is_new,
         preload=modules_of(job),
-        agent=_reachable(job.agent, party),
+        agent=_reachable(job.agent, hosts),
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
         report=job.telemetry.report,
         command=command,
-        party=party,
-        survival=_survival(job, claim.folder, past) if job.elastic.enabled else None,
+        hosts=hosts,
+        recovery=_recovery_settings(job, owned.folder, history) if job.elastic.enabled else None,
         saves=job.checkpoint.save,
     )
 
 
-def _minding(on_turn: OnTick | None) -> OnTick:
-    """Every turn begins with the question whether the run still owns what it writes to."""
+def _with_ownership_check(on_tick: OnTick | None) -> OnTick:
+    """Checks at the start of every tick that the run still owns what it writes to."""
 
-    def look(view: JobView) -> float | None:
+    def tick(view: JobView) -> float | None:
         check_owned()
-        return on_turn(view) if on_turn is not None else None
+        return on_tick(view) if on_tick is not None else None
 
-    return look
+    return tick
 
 
-def _reachable(config: AgentConfig, party: JobHosts) -> AgentConfig:
-    """Where other hosts join, their workers must reach this host's too."""
-    if not party.accepts_hosts or config.host != AgentConfig().host:
+def _reachable(config: AgentConfig, hosts: JobHosts) -> AgentConfig:
+    """If other hosts may join, their workers must be able to reach this host's workers."""
+    if not hosts.accepts_hosts or config.host != AgentConfig().host:
         return config
-    host = listen_address(party)[0]
+    host = listen_address(hosts)[0]
     return config.model_copy(update={"host": own_address() if host in WILDCARDS else host})
 
 
-def listen_address(party: JobHosts) -> tuple[str, int]:
-    """Address and port; 0: any free port. Beyond loopback somebody must say so."""
-    if not party.listen:
+def listen_address(hosts: JobHosts) -> tuple[str, int]:
+    """Address and port; 0: any free port. Loopback, unless an address is given."""
+    if not hosts.listen:
         return AgentConfig().host, 0
-    return parse_listen(party.listen)
+    return parse_listen(hosts.listen)
 
 
 def workers_of(job: Job, wanted: int) -> int:
@@ -139,7 +139,7 @@ def workers_of(job: Job, wanted: int) -> int:
     return wanted or num_gpus() or layout_for(job, 1).num_ranks
 
 
-def _past_of(job: Job, folder: Path) -> BatchHistory:
+def _batch_history(job: Job, folder: Path) -> BatchHistory:
     if not job.checkpoint.resume:
         return BatchHistory()
     from closeranks.run.job.batch_history_lookup import (
@@ -149,30 +149,30 @@ def _past_of(job: Job, folder: Path) -> BatchHistory:
     return find_batch_history(job, folder)
 
 
-def _survival(job: Job, folder: Path, past: BatchHistory) -> RecoverySettings:
-    def fit_to(num_workers: int, num_wanted: int) -> ResizedLaunch | None:
+def _recovery_settings(job: Job, folder: Path, history: BatchHistory) -> RecoverySettings:
+    def resize(num_workers: int, num_wanted: int) -> ResizedLaunch | None:
         found = resize_job(job, num_workers, num_wanted)
         if found is None:
             return None
-        return ResizedLaunch(found.num_workers, _payload(found.job, folder, past), found.summary)
+        return ResizedLaunch(found.num_workers, _payload(found.job, folder, history), found.summary)
 
     return RecoverySettings(
-        fault_limits(job.elastic), fit_to, lambda step: describe_samples(job, step, past.ends), warm_up=_WARM
+        fault_limits(job.elastic), resize, lambda step: describe_samples(job, step, history.ends), warm_up=_WARM
     )
 
 
-def _payload(job: Job, folder: Path, past: BatchHistory) -> dict[str, Any]:
-    return {"job": job.model_dump(mode="json"), "folder": str(folder), "past": past.to_json()}
+def _payload(job: Job, folder: Path, history: BatchHistory) -> dict[str, Any]:
+    return {"job": job.model_dump(mode="json"), "folder": str(folder), "past": history.to_json()}
 
 
 def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: World) -> None:
-    """As one of the ranks that torchrun or srun has started; a mistake in the job is told by one of them."""
+    """Train as one of the ranks that torchrun or srun has started; an error in the job is printed by one of them."""
     try:
         if num_workers not in (0, world.size):
             what = f"{num_workers} were asked for, but {world.launcher} has started {world.size} workers"
             raise ConfigError([Problem("-n", what, "Leave it out.")])
         job = resolve_existing_paths(load_job(path, overrides).value, path)
-        # A job that is resumed may have a micro-batch that it does not name: the session looks and checks.
+        # A resumed job may have a micro-batch size that it does not name: the session looks it up and checks.
         if not job.checkpoint.resume and (problems := check_workers(job, world.size)):
             raise ConfigError(problems)
     except UserError as error:
@@ -185,7 +185,7 @@ def _train_here(path: Path, overrides: Sequence[str], num_workers: int, world: W
 
 
 def add_job_folder_to_path(path: Path) -> None:
-    """A job's own modules are looked for beside its file, then in the working folder."""
+    """A job's own modules are imported from the folder of its file, else from the working folder."""
     sys.path[:0] = [str(path.resolve().parent), os.getcwd()]
 
 
@@ -195,17 +195,17 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
     if detect_world().launcher in _STARTED_ELSEWHERE:
         raise SetupError("`closeranks run` starts its own workers", f"Under torchrun or srun, start {script} itself.")
     folder = _folder_beside(script)
-    work = _Work(
+    launch = _Launch(
         entry="closeranks.run.worker.entry:script_entry",
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
         folder=folder,
         must_finish=False,
     )
-    _start(work, num_workers or num_gpus() or 1)
+    _start(launch, num_workers or num_gpus() or 1)
 
 
 def _folder_beside(script: Path) -> Path:
-    """Where the logs are kept until a session of the script says where it writes, and stay if none does."""
+    """The folder of the logs until a session of the script names its own; they stay there if none does."""
     wanted = Path("runs") / script.stem
     try:
         return make_free_folder(wanted)
@@ -214,8 +214,8 @@ def _folder_beside(script: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """What the workers shall do, and where it is written down."""
+class _Launch:
+    """What to launch: the workers' entry point and payload, the run folder and the settings."""
 
     entry: str
     payload: dict[str, Any]
@@ -229,61 +229,67 @@ class _Work:
     report: bool = True
     command: tuple[str, tuple[str, ...]] = ("", ())
     must_finish: bool = True
-    survival: RecoverySettings | None = None
+    recovery: RecoverySettings | None = None
     saves: bool = False
-    """Whether the job wants its state saved."""
-    on_turn: OnTick | None = None
-    party: JobHosts = field(default_factory=JobHosts)
+    """Whether the job saves its state."""
+    on_tick: OnTick | None = None
+    hosts: JobHosts = field(default_factory=JobHosts)
 
 
-def _start(work: _Work, num_workers: int) -> None:
+def _start(launch: _Launch, num_workers: int) -> None:
     plan = plan_for(
-        work.entry, work.payload, work.folder, work.preload, work.agent, threads=work.threads, num_workers=num_workers
+        launch.entry,
+        launch.payload,
+        launch.folder,
+        launch.preload,
+        launch.agent,
+        threads=launch.threads,
+        num_workers=num_workers,
     )
     plan = replace(
         plan,
-        recovery_settings=work.survival,
-        is_elastic=work.survival is not None,
-        rescues=work.saves,
-        threads=work.threads,
-        must_finish=work.must_finish,
-        num_hosts=work.party.num_hosts,
-        max_hosts=work.party.max_hosts,
+        recovery_settings=launch.recovery,
+        is_elastic=launch.recovery is not None,
+        rescues=launch.saves,
+        threads=launch.threads,
+        must_finish=launch.must_finish,
+        num_hosts=launch.hosts.num_hosts,
+        max_hosts=launch.hosts.max_hosts,
     )
     failure = ""
-    set_title("agent", str(work.folder))
-    with ProgressDisplay(Console(), log_every=work.log_every) as progress:
-        screen = _Screen(progress, work.folder)
+    set_title("agent", str(launch.folder))
+    with ProgressDisplay(Console(), log_every=launch.log_every) as progress:
+        display = _Display(progress, launch.folder)
         try:
-            plan = replace(plan, join_endpoint=_door(work, progress.print_line))
-            outcome = screen.watch(plan, work.on_turn)
+            plan = replace(plan, join_endpoint=_join_endpoint(launch, progress.print_line))
+            outcome = display.watch(plan, launch.on_tick)
         except CloseranksError as error:
             failure = str(error)
-            if isinstance(error, UserError) and work.is_new and not screen.has_begun:
-                remove_refused_folder(work.folder)
+            if isinstance(error, UserError) and launch.is_new and not display.has_begun:
+                remove_refused_folder(launch.folder)
             raise
         finally:
             progress.close()
-            if screen.has_begun:
-                _write_down(work, screen.folder, failure)
+            if display.has_begun:
+                _write_report(launch, display.folder, failure)
     if outcome.reason != "finished":
-        where = f". {outcome.rescued}" if outcome.rescued else f"; {_whereabouts(screen.folder, screen.saved)}"
+        where = f". {outcome.rescued}" if outcome.rescued else f"; {_resume_hint(display.folder, display.saved)}"
         raise ENDINGS[outcome.reason](outcome.reason, f"Everything is stopped{where}")
 
 
-def _door(work: _Work, on_note: Callable[[str], None]) -> JoinEndpoint | None:
-    party = work.party
-    if not party.accepts_hosts:
+def _join_endpoint(launch: _Launch, on_note: Callable[[str], None]) -> JoinEndpoint | None:
+    hosts = launch.hosts
+    if not hosts.accepts_hosts:
         return None
-    drawn_at = (work.folder / "job.token").absolute()
-    token = lead_token(party.token_file, job_token(), drawn_at, on_note)
-    host, port = listen_address(party)
-    token_file = party.token_file or ("" if job_token() else drawn_at)
-    return JoinEndpoint(host, port, token, address=work.agent.host, token_file=str(token_file))
+    default_file = (launch.folder / "job.token").absolute()
+    token = lead_token(hosts.token_file, job_token(), default_file, on_note)
+    host, port = listen_address(hosts)
+    token_file = hosts.token_file or ("" if job_token() else default_file)
+    return JoinEndpoint(host, port, token, address=launch.agent.host, token_file=str(token_file))
 
 
 def parse_hosts(text: str) -> tuple[int, int]:
-    """``2`` or ``1:4``: how many hosts it begins with, and up to how many it grows."""
+    """``2`` or ``1:4``: the number of hosts that a job starts with, and the number up to which it grows."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
         raise ConfigError([Problem("--hosts", f"'{text}' is not a host count", "Write 2, or 1:4 to begin with 1.")])
@@ -300,7 +306,7 @@ def plan_for(
     threads: int,
     num_workers: int,
 ) -> LaunchPlan:
-    """What an agent of this host is told, for workers that do any of our entries."""
+    """The launch plan for an agent of this host, for workers with any of our entry points."""
     return LaunchPlan(
         num_workers=num_workers,
         entry=entry,
@@ -314,29 +320,29 @@ def plan_for(
     )
 
 
-class _Screen:
-    """Turns what the agent hears into what a person sees."""
+class _Display:
+    """Displays the events and output that the agent receives, and records them."""
 
     def __init__(self, progress: ProgressDisplay, folder: Path) -> None:
         self._progress = progress
         self.folder = folder
-        """Where the run writes; a script's session may say otherwise."""
+        """The run folder; a script's session may name another."""
         self.saved = ""
-        """Where the newest checkpoint lies, as far as rank 0 has told."""
+        """Path of the newest checkpoint that rank 0 has reported."""
         self.has_begun = False
-        """Whether a run began, rather than being refused."""
+        """Whether a run started, rather than being refused."""
         self._agent: Agent | None = None
         self._has_moved = False
-        self._standing = StatusUpdater(folder, progress.print_line)
+        self._status = StatusUpdater(folder, progress.print_line)
         self._agent_log: EventRecorder | None = None
 
-    def watch(self, plan: LaunchPlan, on_turn: OnTick | None) -> JobOutcome:
+    def watch(self, plan: LaunchPlan, on_tick: OnTick | None) -> JobOutcome:
         agent = self._agent = Agent(
             plan,
             on_event=self._on_event,
             on_output=self._on_output,
             on_note=self._progress.print_line,
-            on_tick=self._standing.chained_with(on_turn),
+            on_tick=self._status.chained_with(on_tick),
         )
         ending = "failed"
         try:
@@ -344,7 +350,7 @@ class _Screen:
             ending = outcome.reason
             return outcome
         finally:
-            self._standing.finish(ending)
+            self._status.finish(ending)
             if self._agent_log is not None:
                 self._agent_log.close()
 
@@ -360,14 +366,14 @@ class _Screen:
                 self.saved = event.path
         else:
             self._record(event)
-        self._standing.handle(event)
+        self._status.handle(event)
         self._progress.handle(event)
 
     def _move(self, folder: Path) -> None:
-        """A script's session has said where it writes: all that stands elsewhere so far goes there. A second session
-        of the script has a folder of its own; the logs stay with the first."""
+        """A script's session has named its folder: everything written so far is moved there. A second session of the
+        script has a folder of its own; the logs stay with the first."""
         first, self.folder = self.folder, folder
-        self._standing.set_folder(folder)
+        self._status.set_folder(folder)
         if not self._has_moved and self._agent is not None and first.absolute() != folder.absolute():
             self._agent.move_logs(folder / "logs")
             if self._agent_log is not None:
@@ -377,7 +383,7 @@ class _Screen:
         self._has_moved = True
 
     def _record(self, event: Event) -> None:
-        """What the agent itself saw: workers that were killed could not write it down."""
+        """Record an event of the agent itself: workers that were killed cannot record it."""
         if self._agent_log is None:
             self._agent_log = EventRecorder(self.folder, AGENT, must_open=False)
             self._agent_log.add_sink(lambda event: self._progress.handle(event) if isinstance(event, Warned) else None)
@@ -387,8 +393,8 @@ class _Screen:
         self._progress.print_output(text.rstrip("\n"))
 
 
-def _whereabouts(folder: Path, saved: str) -> str:
-    """``saved``: the checkpoint that was told of last, wherever it lies."""
+def _resume_hint(folder: Path, saved: str) -> str:
+    """``saved``: path of the last checkpoint that was reported."""
     if saved and not Path(saved).is_relative_to(folder.absolute()):
         return f"continue with checkpoint.resume={saved}"
     if (folder / "checkpoints" / "latest").exists():
@@ -407,12 +413,12 @@ def modules_of(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition(":")[0] for name in names if is_import_path(name)))
 
 
-def _write_down(work: _Work, folder: Path, failure: str) -> None:
-    """Picture and page, from the run folder alone. A run that recorded nothing has neither."""
-    if not work.report:
+def _write_report(launch: _Launch, folder: Path, failure: str) -> None:
+    """Write the plot and the report from the run folder alone. A run that recorded nothing gets neither."""
+    if not launch.report:
         return
     from closeranks.telemetry.reports.pages import write_pages
 
-    job_file, overrides = work.command
-    tell = Console(soft_wrap=True, highlight=False).print
-    write_pages(folder, tell, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
+    job_file, overrides = launch.command
+    print_line = Console(soft_wrap=True, highlight=False).print
+    write_pages(folder, print_line, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)

@@ -38,7 +38,7 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _RETRY_S = 0.05
 _MAX_TRIES = 200
-_MISTAKES = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+_PERMANENT = (errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 """Permanent errors of a place, as opposed to temporary ones."""
 _OTHER = "Set folder to a writable one."
 _OWNED: list[tuple[str, Ownership]] = []
@@ -54,51 +54,51 @@ class OwnedRunFolder:
     """Whether the folder was made for this run."""
 
 
-def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str], held: ExitStack) -> Path:
-    """Collective. The folder of a session for which no launcher prepared one: rank 0 chooses it, owns it until ``held``
-    closes and broadcasts it; if that fails, every rank raises rank 0's error."""
+def agree_on_folder(job: Job, world: World, share_text: Callable[[str], str], leases: ExitStack) -> Path:
+    """Collective. The folder of a session for which no launcher prepared one: rank 0 chooses it, owns it until
+    ``leases`` closes and broadcasts it; if that fails, every rank raises rank 0's error."""
     if not world.is_lead:
-        return _told(share_text(""))
+        return _decode_folder(share_text(""))
     try:
-        claim = held.enter_context(owned_run_folder(job, Path(sys.argv[0]).stem or "run", take_folder()))
-        prepare_folder(job, claim.folder)
+        owned = leases.enter_context(owned_run_folder(job, Path(sys.argv[0]).stem or "run", take_folder()))
+        prepare_folder(job, owned.folder)
         # Absolute: a user's code may change the working folder.
-        word: dict[str, Any] = {"folder": str(claim.folder.absolute())}
+        message: dict[str, Any] = {"folder": str(owned.folder.absolute())}
     except UserError as error:
-        word = {"error": encode(error)}
-    return _told(share_text(json.dumps(word)))
+        message = {"error": encode(error)}
+    return _decode_folder(share_text(json.dumps(message)))
 
 
-def _told(text: str) -> Path:
-    told = json.loads(text)
-    if "error" in told:
-        raise decode(told["error"])
-    return Path(told["folder"])
+def _decode_folder(text: str) -> Path:
+    message = json.loads(text)
+    if "error" in message:
+        raise decode(message["error"])
+    return Path(message["folder"])
 
 
 @contextmanager
 def owned_run_folder(job: Job, stem: str, own: Path | None = None) -> Iterator[OwnedRunFolder]:
     """The folder that this run writes to, owned together with its checkpoint places. ``own``: a folder that the
     launcher has made for it."""
-    until = time.monotonic() + job.run.wait_s
-    with ExitStack() as held:
-        claim = _claim_folder(job, stem, own, until, held)
+    deadline = time.monotonic() + job.run.wait_s
+    with ExitStack() as leases:
+        owned = _own_folder(job, stem, own, deadline, leases)
         try:
-            for key, place in _places(job, claim.folder).items():
-                _claim_place(job, key, place, until, held)
-            yield claim
+            for key, place in _places(job, owned.folder).items():
+                _own_place(job, key, place, deadline, leases)
+            yield owned
         except UserError:
-            if claim.is_new and not RunFolder(claim.folder).job.exists():
-                remove_refused_folder(claim.folder)
+            if owned.is_new and not RunFolder(owned.folder).job.exists():
+                remove_refused_folder(owned.folder)
             raise
 
 
 @contextmanager
 def owned_folder(folder: Path, what: str) -> Iterator[None]:
     """Own a folder for something that is not a run but writes like one; ``what`` names it, such as "a comparison"."""
-    with ExitStack() as held:
+    with ExitStack() as leases:
         try:
-            _own(held, LocalStorage(folder), what=what)
+            _own(leases, LocalStorage(folder), what=what)
         except InUseError as error:
             fix = "Wait until it is over, or set another folder."
             raise SetupError(f"{folder} is in use by {error.rival.holder}", fix) from None
@@ -109,13 +109,13 @@ def owned_folder(folder: Path, what: str) -> Iterator[None]:
 
 def check_owned() -> None:
     """Raise ``SetupError`` if another process has taken over one of our places: its writes and ours must not mix."""
-    for place, mine in _OWNED:
-        if mine.is_gone:
+    for place, ownership in _OWNED:
+        if ownership.is_gone:
             what = f"{place} is no longer this run's: its lease was not renewed in time, and another run took it over"
             raise SetupError(what, "This run ends without saving; the other continues from the last checkpoint.")
 
 
-def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: ExitStack) -> OwnedRunFolder:
+def _own_folder(job: Job, stem: str, own: Path | None, deadline: float, leases: ExitStack) -> OwnedRunFolder:
     """A run that continues another needs that folder. A new run tries the next free folder if another run has just
     taken this one."""
     for _ in range(_MAX_TRIES):
@@ -124,7 +124,7 @@ def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: Exi
         must_have = continues_run(job, stem)
         with ExitStack() as tried:
             try:
-                _own(tried, LocalStorage(folder), until if must_have else 0.0)
+                _own(tried, LocalStorage(folder), deadline if must_have else 0.0)
             except InUseError as error:
                 if must_have:
                     raise _refusal(f"the run folder {folder}", error.rival, "run.folder") from None
@@ -134,27 +134,27 @@ def _claim_folder(job: Job, stem: str, own: Path | None, until: float, held: Exi
             except StorageError as error:
                 raise unwritable_error(folder, _cause(error)) from error
             if must_have or folder == own or not holds_run(folder):
-                held.push(tried.pop_all())
+                leases.push(tried.pop_all())
                 return OwnedRunFolder(folder, is_new)
     raise SetupError(f"no free folder was found for the run beside {choose_folder(job, stem)}", "Set run.folder.")
 
 
-def _own(held: ExitStack, storage: Storage, until: float = 0.0, what: str = "a run") -> None:
-    """Take the lease now, or as soon as it is free. ``until``: when to give up, on the monotonic clock."""
+def _own(leases: ExitStack, storage: Storage, deadline: float = 0.0, what: str = "a run") -> None:
+    """Take the lease now, or as soon as it is free. ``deadline``: when to give up, on the monotonic clock."""
     try:
-        mine = held.enter_context(storage.own(what))
+        ownership = leases.enter_context(storage.own(what))
     except InUseError as error:
-        left_s = until - time.monotonic()
+        left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise
-        _say(f"waiting for {storage.url}, which is in use by {error.rival.holder}")
-        mine = held.enter_context(storage.own(what, wait_s=left_s))
-    entry = (storage.url, mine)
+        _print(f"waiting for {storage.url}, which is in use by {error.rival.holder}")
+        ownership = leases.enter_context(storage.own(what, wait_s=left_s))
+    entry = (storage.url, ownership)
     _OWNED.append(entry)
-    held.callback(lambda: _OWNED.remove(entry))
+    leases.callback(lambda: _OWNED.remove(entry))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"closeranks: {text}", file=sys.stderr, flush=True)
 
 
@@ -180,34 +180,34 @@ def _identity(place: str) -> str:
     return str(Path(storage.url).resolve()) if storage.is_local else storage.url
 
 
-def _claim_place(job: Job, key: str, place: str, until: float, held: ExitStack) -> None:
+def _own_place(job: Job, key: str, place: str, deadline: float, leases: ExitStack) -> None:
     """A place that cannot be reached or written now is a warning only: saves there are tried and reported as usual."""
     try:
-        _own(held, open_storage(place), until)
+        _own(leases, open_storage(place), deadline)
     except InUseError as error:
         raise _refusal(f"{key} {place}", error.rival, key) from None
     except StaleListingError as error:
         if job.checkpoint.resume == "auto":
             fix = "Name the checkpoint to resume from in checkpoint.resume, or save elsewhere."
             raise SetupError(f"checkpoint.resume=auto is not safe here: {error}", fix) from error
-        _say(f"{key}: {error}")
+        _print(f"{key}: {error}")
     except StorageError as error:
         cause = _cause(error)
-        if key == "checkpoint.folder" and cause.errno in _MISTAKES:  # no save could ever succeed there
+        if key == "checkpoint.folder" and cause.errno in _PERMANENT:  # no save could ever succeed there
             what = f"{key} = {place} cannot be written: {os.strerror(cause.errno)}"
             raise SetupError(what, "Name a folder that you can write to.") from error
-        _say(f"{key} could not be locked against other runs: {error}")
+        _print(f"{key} could not be locked against other runs: {error}")
 
 
 def _refusal(what: str, rival: Lease, key: str) -> SetupError:
-    ways = ["Wait until it has ended (run.wait_s=600 waits up to 600 s)"]
+    fixes = ["Wait until it has ended (run.wait_s=600 waits up to 600 s)"]
     if rival.pid:
-        ways.append(f"stop it with `kill {rival.pid}` on its host, which saves first")
+        fixes.append(f"stop it with `kill {rival.pid}` on its host, which saves first")
     if key == "run.folder":
-        ways.append("or join it from another host with `closeranks agent --join`, where it was started with --listen")
+        fixes.append("or join it from another host with `closeranks agent --join`, where it was started with --listen")
     else:
-        ways.append(f"or set another {key}")
+        fixes.append(f"or set another {key}")
     if rival.is_of_other_host and rival.is_valid(time.time()):
         ends = time.strftime("%H:%M:%S", time.localtime(rival.expires_at))
-        ways[-1] += f". If it was killed, its lease expires at {ends}"
-    return SetupError(f"{what} is in use by {rival.holder}", f"{', '.join(ways)}.")
+        fixes[-1] += f". If it was killed, its lease expires at {ends}"
+    return SetupError(f"{what} is in use by {rival.holder}", f"{', '.join(fixes)}.")

@@ -44,11 +44,11 @@ def resize_job(job: Job, num_available: int, num_wanted: int = 0) -> ResizedJob 
     full = layout_for(job, num_wanted or num_available)
     for layout in _layouts(job, full, min(num_available, full.num_ranks)):
         num_workers = layout.num_ranks
-        fitted = job.model_copy(update={"sync": replica_groups.resized(job.sync, full, layout)})
-        fitted = fitted if layout == layout_for(fitted, num_workers) else _with_layout(fitted, layout)
-        if num_workers >= job.elastic.min_workers and not check_workers(fitted, num_workers):
-            words = _words(full, layout, job, fitted) if num_wanted or job.layout.data else ""
-            return ResizedJob(fitted, num_workers, words)
+        resized = job.model_copy(update={"sync": replica_groups.resized(job.sync, full, layout)})
+        resized = resized if layout == layout_for(resized, num_workers) else _with_layout(resized, layout)
+        if num_workers >= job.elastic.min_workers and not check_workers(resized, num_workers):
+            summary = _summary(full, layout, job, resized) if num_wanted or job.layout.data else ""
+            return ResizedJob(resized, num_workers, summary)
     return None
 
 
@@ -97,17 +97,19 @@ def _with_layout(job: Job, layout: Layout) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update=values)})
 
 
-def _words(full: Layout, layout: Layout, job: Job, fitted: Job) -> str:
+def _summary(full: Layout, layout: Layout, job: Job, resized: Job) -> str:
     """``3 of 4 workers: layout data=4 zero=3 -> data=3 zero=3; ...``"""
     if layout == full:
         return ""
-    said = f"layout {_text(full)} -> {_text(layout)}"
+    change = f"layout {_text(full)} -> {_text(layout)}"
     if layout.pipeline > 1 and layout.schedule != full.schedule:
-        said += f" by {layout.schedule}"
-    words = f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {said}; same batch, order and learning rate"
+        change += f" by {layout.schedule}"
+    summary = (
+        f"{layout.num_ranks} of {pluralize(full.num_ranks, 'worker')}: {change}; same batch, order and learning rate"
+    )
     if job.layout.batch_norm == "sync" and layout.data != full.data:
-        words += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
-    return "; ".join(filter(None, (words, replica_groups.describe_resize(job.sync, fitted.sync))))
+        summary += f", but batch norm is synchronised over {layout.data} data ranks instead of {full.data}"
+    return "; ".join(filter(None, (summary, replica_groups.describe_resize(job.sync, resized.sync))))
 
 
 def _text(layout: Layout) -> str:

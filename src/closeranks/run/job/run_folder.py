@@ -67,7 +67,7 @@ def _refuse_if_shared(folder: Path) -> None:
 
 def free_folder(wanted: Path, own: Path | None = None) -> Path:
     """``wanted`` itself while it holds nothing that a run writes, else the first free of ``wanted-2`` and so on."""
-    is_taken = holds_run(wanted) or _would_replace(wanted) or _is_claimed(wanted)
+    is_taken = holds_run(wanted) or _would_replace(wanted) or _is_owned(wanted)
     return _numbered(wanted, own) if is_taken and not _is_same(wanted, own) else wanted
 
 
@@ -85,7 +85,7 @@ def _would_replace(folder: Path) -> str:
     return next((name for name in names if (folder / name).exists()), "")
 
 
-def _is_claimed(folder: Path) -> bool:
+def _is_owned(folder: Path) -> bool:
     """Whether a run that has written nothing yet may be starting there."""
     try:
         return (folder / OWNER).stat().st_size > 0
@@ -109,8 +109,8 @@ def make_unused_folder(wanted: Path) -> Path:
 
 
 def _numbered(wanted: Path, own: Path | None = None) -> Path:
-    beside = (wanted.with_name(f"{wanted.name}-{n}") for n in count(2))
-    return next(path for path in beside if not path.exists() or _is_same(path, own))
+    candidates = (wanted.with_name(f"{wanted.name}-{n}") for n in count(2))
+    return next(path for path in candidates if not path.exists() or _is_same(path, own))
 
 
 def make_free_folder(wanted: Path) -> Path:
@@ -174,12 +174,12 @@ def _write(job: Job, folder: Path, *, over: bool) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Atomic: on a full disk the old file stays."""
-    aside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
     try:
-        aside.write_text(text)
-        aside.replace(path)
+        temporary.write_text(text)
+        temporary.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

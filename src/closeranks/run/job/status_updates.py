@@ -1,7 +1,7 @@
-"""How does what the agent sees become a status that others can read?
+"""Keeps the status file of a run up to date, for others to read.
 
-Hears every event and looks over the agent's shoulder in each of its turns. Invariant: cheap enough for every turn (the
-file is composed only when it is due), and nothing it meets can end the run. Imports no torch.
+Receives every event, and the agent's view of the job at each of its ticks. Invariant: cheap enough for every tick (the
+file is composed only when it is due), and no error here can end the run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _HELD_S = 60.0
 
 
 class StatusUpdater:
-    """Call sequence: ``hear`` each event of rank 0 and of the agent, ``look`` in every turn, ``end`` once.
+    """Call sequence: ``handle`` for each event of rank 0 and of the agent, ``update`` at every tick, ``finish`` once.
 
-    A folder that holds the status of an earlier part of the run keeps it until this part has really begun: a run that
-    is refused leaves what it found.
+    If the folder holds the status of an earlier part of the run, it is kept until this part has started: a run that is
+    refused leaves it unchanged.
     """
 
     def __init__(self, folder: Path, on_problem: Callable[[str], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class StatusUpdater:
         self._is_held = RunFolder(folder).status.exists()
 
     def set_folder(self, folder: Path) -> None:
-        """A script's session writes elsewhere than was thought."""
+        """A script's session writes to another folder than the one that was prepared."""
         if folder != self._folder:
             if not self._is_held:
                 with suppress(OSError):
@@ -83,7 +83,7 @@ class StatusUpdater:
             case Snapshotting():
                 self._snapshot_every = event.every
             case RankLost():
-                self._settle()
+                self._note_lost_rank()
                 self._lost, self._num_before = event, self._view.world_size
             case RanksClosed():
                 lost, self._lost = self._lost, None
@@ -99,25 +99,25 @@ class StatusUpdater:
                 self._note(event_lines.warned_line(event))
 
     def update(self, view: JobView) -> float:
-        """One turn of the agent; the answer is when, on the monotonic clock, it should look in again at the latest."""
+        """One tick of the agent; returns when, on the monotonic clock, the next one is needed at the latest."""
         self._view = view
         if not self._is_held and self._writer.is_due(view.generation, view.state):
             self._writer.write(self.status(view.state))
         return self._writer.next_at if not self._is_held else view.now + _HELD_S
 
     def chained_with(self, other: OnTick | None) -> OnTick:
-        """Both look on in every turn, the other first; whoever wants to look again earlier is heeded."""
+        """Calls both at every tick, ``other`` first; the earlier of the two times counts."""
 
-        def look(view: JobView) -> float:
-            asked = other(view) if other is not None else None
+        def tick(view: JobView) -> float:
+            wanted = other(view) if other is not None else None
             own = self.update(view)
-            return own if asked is None else min(own, asked)
+            return own if wanted is None else min(own, wanted)
 
-        return look
+        return tick
 
     def finish(self, state: str) -> None:
-        """How the run ended: the last that is written."""
-        self._settle()
+        """Write the last status. ``state``: how the run ended."""
+        self._note_lost_rank()
         if not self._is_held:
             self._writer.write(self.status(state))
 
@@ -148,21 +148,21 @@ class StatusUpdater:
     def _note(self, text: str) -> None:
         self._happened.append(StatusEvent(time.time(), text))
 
-    def _settle(self) -> None:
-        """Somebody was lost and no ranks were closed after it."""
+    def _note_lost_rank(self) -> None:
+        """Note a lost rank after which no ranks were closed."""
         lost, self._lost = self._lost, None
         if lost is not None:
             self._note(event_lines.lost_words(lost))
 
 
-def _worker(seen: WorkerView) -> WorkerStatus:
-    progress = seen.progress
+def _worker(worker: WorkerView) -> WorkerStatus:
+    progress = worker.progress
     return WorkerStatus(
-        rank=seen.rank,
-        host=seen.host,
-        pid=seen.pid,
+        rank=worker.rank,
+        host=worker.host,
+        pid=worker.pid,
         step=progress.step,
         phase=PHASE_WORDS[progress.phase],
         own_s=progress.compute_s,
-        memory_bytes=resident_bytes(seen.pid),
+        memory_bytes=resident_bytes(worker.pid),
     )

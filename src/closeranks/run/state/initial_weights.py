@@ -40,8 +40,8 @@ def _ties(model: Model, stages: RankGroup) -> dict[str, str]:
     """Collective. Maps every further name of a tied parameter to its first. Only the stages that hold a parameter know
     its names, so all stages exchange them."""
     own = {alias: held.piece.name for held in model.applied.held for alias in held.aliases}
-    told: list[dict[str, str]] = [json.loads(text) for text in stages.all_gather_text(json.dumps(own))]
-    return {alias: name for one in told for alias, name in one.items()}
+    gathered: list[dict[str, str]] = [json.loads(text) for text in stages.all_gather_text(json.dumps(own))]
+    return {alias: name for one in gathered for alias, name in one.items()}
 
 
 def _check_format(one: ModelTensor, weights: Weights, found: NameMapping) -> None:

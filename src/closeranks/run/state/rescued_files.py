@@ -1,7 +1,7 @@
 """Finds rescued snapshots: the state that hosts wrote to disk after they had lost the job's leader.
 
-The contents of each host's snapshot memory are then in the run folder, slot by slot (``agent.rescue``). Invariant: a
-state counts only if every image of it is there. Imports no torch.
+The contents of each host's snapshot memory are then in the run folder, slot by slot (``agent.host.rescue``). Invariant:
+a state counts only if every image of it is there. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RescuedState:
 def find_rescued(run: Path) -> RescuedState | None:
     files = sorted(str(path) for path in (run / FOLDER).glob("[!.]*/box-*"))
     copies = [
-        SnapshotCopy(SnapshotLocation(0, number, 0), about)
+        SnapshotCopy(SnapshotLocation(0, number, 0), header)
         for number, file in enumerate(files)
-        if (about := inspect_slot(file).header) is not None
+        if (header := inspect_slot(file).header) is not None
     ]
     states = complete_states(copies, run=0)
     if not states:

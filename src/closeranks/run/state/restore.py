@@ -88,47 +88,49 @@ class RestoredGeneration:
     is_in_place: bool = False
     """Whether every rank and every peer has that state in the slot where it would be written."""
 
-    def start_events(self, warnings: Sequence[str], *, is_lead: bool) -> Iterator[Event]:
+    def start_events(self, warnings: Sequence[str], *, is_rank_zero: bool) -> Iterator[Event]:
         """The events at the start of a generation: a later one does not repeat those of the first."""
         if self.event is not None:
-            if is_lead:
+            if is_rank_zero:
                 yield self.event
-                yield from _untold(self.folder, self.start_point)
+                yield from _unreported_steps(self.folder, self.start_point)
             return
         if self.start_point.path:
             yield Resumed(self.start_point.step, self.start_point.path)
-        for text in (*self.start_point.notes, *warnings) if is_lead else ():
+        for text in (*self.start_point.notes, *warnings) if is_rank_zero else ():
             yield Warned(text)
 
 
-def restore_generation(engine: Engine, state: RunState, folder: Path, shelf: SnapshotPaths) -> RestoredGeneration:
+def restore_generation(
+    engine: Engine, state: RunState, folder: Path, snapshot_paths: SnapshotPaths
+) -> RestoredGeneration:
     """Collective."""
     context = engine.context
-    if not shelf:
-        return RestoredGeneration(load_initial_state(context, state, folder), shelf, folder)
+    if not snapshot_paths:
+        return RestoredGeneration(load_initial_state(context, state, folder), snapshot_paths, folder)
     if context.world.generation == 0:
-        begun = RestoredGeneration(load_initial_state(context, state, folder), shelf, folder)
+        started = RestoredGeneration(load_initial_state(context, state, folder), snapshot_paths, folder)
         _note_beginning(context, folder)  # only now: a refused job leaves the folder unchanged
-        return begun
+        return started
     began_at = time.monotonic()
     failpoint(OPENED)
     engine.components.add(_FirstStep())
-    memory = _Memory(context, state, shelf)
-    choice, tree = memory.recall()
-    if choice is not None:
-        step, sources = choice.step, {choice.source_of(rank, seat.host) for rank, seat in enumerate(memory.seats)}
+    memory = _Memory(context, state, snapshot_paths)
+    plan, tree = memory.restore()
+    if plan is not None:
+        step, sources = plan.step, {plan.source_of(rank, one.host) for rank, one in enumerate(memory.placements)}
         found = StartPoint(step, "", tree)
         source = "peer" if "peer" in sources else "memory"
     else:
         found, source = _from_disk(context, state, folder, memory)
     event = Restored(found.step, source, context.world.generation, time.monotonic() - began_at, memory.notes)
-    if choice is None:
-        return RestoredGeneration(found, shelf, folder, event, memory.copies)
+    if plan is None:
+        return RestoredGeneration(found, snapshot_paths, folder, event, memory.copies)
     if not (folder / _BEGINNING).exists():  # the run folder was removed: all that is saved from now on is this run's
         _note_beginning(context, folder)
-    keepers = choose_backup_ranks(context, state, [seat.image for seat in memory.seats])
-    is_there = is_in_place(choice, memory.sound(), memory.seats, keepers)
-    return RestoredGeneration(found, shelf, folder, event, memory.copies, choice.state, is_there)
+    backups = choose_backup_ranks(context, state, [placement.image for placement in memory.placements])
+    is_there = is_in_place(plan, memory.sound(), memory.placements, backups)
+    return RestoredGeneration(found, snapshot_paths, folder, event, memory.copies, plan.state, is_there)
 
 
 class _FirstStep(Component):
@@ -143,10 +145,10 @@ class _FirstStep(Component):
             self._label = ""
 
 
-def _untold(folder: Path, origin: StartPoint) -> Iterator[Event]:
+def _unreported_steps(folder: Path, start_point: StartPoint) -> Iterator[Event]:
     """The last step, or those of the last synchronisation interval, if other ranks have its state but rank 0 was lost
     before it recorded the results."""
-    lines = [parse_line(line.encode()) for line in origin.tree.get("last", "").splitlines()]
+    lines = [parse_line(line.encode()) for line in start_point.tree.get("last", "").splitlines()]
     known = last_step(RunFolder(folder).metrics(0)) if lines else 0
     for event in (decode(line) for line in lines if line):
         if isinstance(event, StepDone) and event.step > known:
@@ -160,30 +162,30 @@ def rank_images(context: RunContext, state: RunState) -> tuple[str, ...]:
 
 def choose_backup_ranks(context: RunContext, state: RunState, images: Sequence[str]) -> tuple[int | None, ...]:
     """The rank that keeps a second copy of each rank's image; see ``elastic.second_copies``."""
-    wish, hosts = context.job.elastic.second_copies, context.hosts
-    is_spared = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
-    if wish == "off" or (wish == "auto" and is_spared):
+    mode, hosts = context.job.elastic.second_copies, context.hosts
+    skips_by_default = len(set(hosts)) > 1 and state.unique is not Unique.NOTHING
+    if mode == "off" or (mode == "auto" and skips_by_default):
         return (None,) * len(hosts)
     return backup_ranks(hosts, images)
 
 
 def _from_disk(context: RunContext, state: RunState, folder: Path, memory: _Memory) -> tuple[StartPoint, str]:
-    passed: list[str] = []
-    found = resume_own_checkpoint(context, state, folder, _first_part(context, folder), passed)
-    if found is None and (memory.is_spoilt or passed):
-        _begin_anew(context, folder, memory, passed)
+    skipped: list[str] = []
+    found = resume_own_checkpoint(context, state, folder, _first_attempt(context, folder), skipped)
+    if found is None and (memory.is_spoilt or skipped):
+        _begin_anew(context, folder, memory, skipped)
     if found is not None or memory.has_lost:
         memory.notes.append("no complete state is in memory")
-    memory.notes.extend(passed)
+    memory.notes.extend(skipped)
     return (found, "checkpoint") if found is not None else (load_initial_state(context, state, folder), "start")
 
 
-def _begin_anew(context: RunContext, folder: Path, memory: _Memory, passed: Sequence[str]) -> NoReturn:
+def _begin_anew(context: RunContext, folder: Path, memory: _Memory, skipped: Sequence[str]) -> NoReturn:
     """Collective. See [Note: a spoilt beginning]; this run's checkpoints, none of which is sound, no longer count."""
     memory.void()
     _note_beginning(context, folder)
     context.groups.world.all_gather_text("")  # the first to raise gets the others killed
-    what = "; ".join([*memory.notes, *passed])
+    what = "; ".join([*memory.notes, *skipped])
     raise CloseranksError(f"no state of this run is valid any more ({what})", "New workers start from the beginning.")
 
 
@@ -193,8 +195,8 @@ class _Memory:
 
     context: RunContext
     run_state: RunState
-    shelf: SnapshotPaths
-    seats: tuple[RankPlacement, ...] = ()
+    snapshot_paths: SnapshotPaths
+    placements: tuple[RankPlacement, ...] = ()
     copies: tuple[SnapshotCopy, ...] = ()
     notes: list[str] = field(default_factory=list)
     bad: set[SnapshotLocation] = field(default_factory=set)
@@ -204,59 +206,65 @@ class _Memory:
     """Whether there ever was more than the first snapshot, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
-        self.seats = rank_placements(self.context.hosts, rank_images(self.context, self.run_state))
-        host = self.seats[self.context.world.rank].host
-        is_speaker = self.seats[self.context.world.rank].local_index == 0  # all ranks of a host see the same
-        told = _told(self.shelf, host) if is_speaker else [[], [], False]
-        heard = [json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(told))]
+        self.placements = rank_placements(self.context.hosts, rank_images(self.context, self.run_state))
+        host = self.placements[self.context.world.rank].host
+        is_first = self.placements[self.context.world.rank].local_index == 0  # all ranks of a host see the same
+        own = _local_copies(self.snapshot_paths, host) if is_first else [[], [], False]
+        gathered = [json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(own))]
         self.copies = tuple(
-            SnapshotCopy(SnapshotLocation(*place), SlotHeader(**about)) for rows, *_ in heard for place, about in rows
+            SnapshotCopy(SnapshotLocation(*location), SlotHeader(**header))
+            for rows, *_ in gathered
+            for location, header in rows
         )
-        self.notes += [note for _, notes, _ in heard for note in notes]
-        self.has_lost = bool(self.notes) or any(is_used for *_, is_used in heard)
+        self.notes += [note for _, notes, _ in gathered for note in notes]
+        self.has_lost = bool(self.notes) or any(is_used for *_, is_used in gathered)
 
     def void(self) -> None:
         """Invalidate the copies that proved bad, so that no later generation uses them; one rank of each host does."""
-        seat = self.seats[self.context.world.rank]
-        for place in self.bad if seat.local_index == 0 else ():
-            if place.host == seat.host:
-                void_slot(self.shelf.paths[place.local_index][place.file])
+        placement = self.placements[self.context.world.rank]
+        for location in self.bad if placement.local_index == 0 else ():
+            if location.host == placement.host:
+                void_slot(self.snapshot_paths.paths[location.local_index][location.file])
 
     def sound(self) -> list[SnapshotCopy]:
         return [copy for copy in self.copies if copy.location not in self.bad]
 
-    def recall(self) -> tuple[RestorePlan | None, Mapping[str, Any]]:
+    def restore(self) -> tuple[RestorePlan | None, Mapping[str, Any]]:
         """Try to read the newest complete state; drop the copies that prove bad and repeat until one is read."""
         layout = layout_digest(self.context.layout)
-        while (choice := plan_restore(self.sound(), self.seats, layout, self.shelf.run)) is not None:
+        while (plan := plan_restore(self.sound(), self.placements, layout, self.snapshot_paths.run)) is not None:
             failpoint(AGREED)
-            with ExitStack() as opened:
-                attempt = _Attempt(self.context, self.run_state, self.shelf, self.seats, choice, opened)
+            with ExitStack() as stack:
+                attempt = _Attempt(self.context, self.run_state, self.snapshot_paths, self.placements, plan, stack)
                 tree, problems = attempt.read()
                 failpoint(AFTER_VERIFY)
                 # After this exchange all ranks have finished reading: fetched copies may be freed.
-                heard = [json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(problems))]
-            blamed = {SnapshotLocation(*place): what for problems in heard for *place, what in problems}
+                gathered = [
+                    json.loads(text) for text in self.context.groups.world.all_gather_text(json.dumps(problems))
+                ]
+            blamed = {SnapshotLocation(*location): what for problems in gathered for *location, what in problems}
             if not blamed:
-                return choice, tree
+                return plan, tree
             self.bad |= blamed.keys()
             self.is_spoilt = True
             self.notes += list(dict.fromkeys(blamed.values()))
         return None, {}
 
 
-def _told(shelf: SnapshotPaths, host: int) -> list[Any]:
+def _local_copies(snapshot_paths: SnapshotPaths, host: int) -> list[Any]:
     """What the snapshot memory of this host holds, notes about slots that cannot be used, and whether any pair of slots
     was ever written twice: a run killed during its very first snapshot has lost nothing."""
     rows, notes, is_used = [], [], False
-    for box, paths in enumerate(shelf.paths):
+    for local_index, paths in enumerate(snapshot_paths.paths):
         for file, path in enumerate(paths):
-            looked = inspect_slot(path)
-            is_used = is_used or (file in (OWN_FILES[1], PEER_FILES[1]) and looked.reason != "empty")
-            if looked.header is not None:
-                rows.append([[host, box, file], asdict(looked.header)])
-            elif not looked.reason.startswith(_USUAL):
-                notes.append(f"a snapshot in memory of local rank {box} of host {host} was skipped: {looked.reason}")
+            inspection = inspect_slot(path)
+            is_used = is_used or (file in (OWN_FILES[1], PEER_FILES[1]) and inspection.reason != "empty")
+            if inspection.header is not None:
+                rows.append([[host, local_index, file], asdict(inspection.header)])
+            elif not inspection.reason.startswith(_USUAL):
+                notes.append(
+                    f"a snapshot in memory of local rank {local_index} of host {host} was skipped: {inspection.reason}"
+                )
     return [rows, notes, is_used]
 
 
@@ -270,10 +278,10 @@ class _Attempt:
 
     context: RunContext
     run_state: RunState
-    shelf: SnapshotPaths
-    seats: Sequence[RankPlacement]
-    choice: RestorePlan
-    opened: ExitStack
+    snapshot_paths: SnapshotPaths
+    placements: Sequence[RankPlacement]
+    plan: RestorePlan
+    stack: ExitStack
 
     @property
     def rank(self) -> int:
@@ -284,49 +292,49 @@ class _Attempt:
         paths, problems = self._fetch()
         if problems:
             return {}, problems
-        wanted = self.choice.reads[self.rank]
+        wanted = self.plan.reads[self.rank]
         failpoint(BEFORE_VERIFY)
         try:
             sealed = [SealedSlot(paths.get(name) or self._path(copy)) for name, copy in wanted.items()]
             num_threads = num_digest_threads(self.context.world.local_size)
-            with SnapshotReader(sealed, num_threads) as recalled:
-                self.run_state.restore(recalled)
+            with SnapshotReader(sealed, num_threads) as reader:
+                self.run_state.restore(reader)
         except DamagedSnapshot as error:
             blamed = [c for n, c in wanted.items() if (paths.get(n) or self._path(c)) == error.slot.path]
             return {}, [_problem(copy, str(error)) for copy in blamed]
         except (SlotError, OSError) as error:  # no particular copy: the whole state cannot be used
             return {}, [_problem(copy, f"the copy of {copy.about.image}: {error}") for copy in wanted.values()]
-        return recalled.tree, []
+        return reader.tree, []
 
     def _path(self, copy: SnapshotCopy) -> str:
-        return self.shelf.paths[copy.location.local_index][copy.location.file]
+        return self.snapshot_paths.paths[copy.location.local_index][copy.location.file]
 
     def _fetch(self) -> tuple[dict[str, str], list[CopyProblem]]:
         """Fetch the copies that this host lacks, one after the other in the same order on all ranks. Returns their
         paths by image, and the problems."""
-        if not self.choice.fetches:
+        if not self.plan.fetches:
             return {}, []
-        got: dict[str, str] = {}
+        fetched: dict[str, str] = {}
         problems: list[CopyProblem] = []
-        for fetch in self.choice.fetches:
+        for fetch in self.plan.fetches:
             if fetch.source == self.rank:
-                problems += self._give(fetch.copy, fetch.target)
+                problems += self._send(fetch.copy, fetch.target)
             elif fetch.target == self.rank:
                 slot, path = self._scratch()
                 received = receive_slot(slot, fetch.source)
                 failpoint(FETCHING)
                 if received.is_sealed:
-                    got[fetch.copy.about.image] = path
+                    fetched[fetch.copy.about.image] = path
                 else:
                     problems.append(_problem(fetch.copy, received.problem or "a copy could not be read by its host"))
-        told = self.context.groups.world.all_gather_text(json.dumps([got, problems]))
-        host, paths = self.seats[self.rank].host, dict[str, str]()
-        for rank, (theirs, wrong) in enumerate(map(json.loads, told)):
+        gathered = self.context.groups.world.all_gather_text(json.dumps([fetched, problems]))
+        host, paths = self.placements[self.rank].host, dict[str, str]()
+        for rank, (theirs, wrong) in enumerate(map(json.loads, gathered)):
             problems += wrong if rank != self.rank else []
-            paths |= theirs if self.seats[rank].host == host else {}
+            paths |= theirs if self.placements[rank].host == host else {}
         return paths, problems
 
-    def _give(self, copy: SnapshotCopy, to: int) -> list[CopyProblem]:
+    def _send(self, copy: SnapshotCopy, to: int) -> list[CopyProblem]:
         try:
             slot: SealedSlot | None = SealedSlot(self._path(copy))
             problems: list[CopyProblem] = []
@@ -339,10 +347,10 @@ class _Attempt:
     def _scratch(self) -> tuple[SnapshotSlot, str]:
         """Memory that lasts until all ranks of this host have read it."""
         fd = os.memfd_create("closeranks-fetched", os.MFD_CLOEXEC)
-        self.opened.callback(os.close, fd)
+        self.stack.callback(os.close, fd)
         path = f"/proc/{os.getpid()}/fd/{fd}"
         slot = SnapshotSlot(path)
-        self.opened.callback(slot.close)
+        self.stack.callback(slot.close)
         return slot, path
 
 
@@ -357,16 +365,16 @@ def _note_beginning(context: RunContext, folder: Path) -> None:
         return
     path = folder / _BEGINNING
     try:
-        first_part = next_attempt(checkpoint_place(context.job, folder), context.job.checkpoint.remote)
+        first_attempt = next_attempt(checkpoint_place(context.job, folder), context.job.checkpoint.remote)
         folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_part}))
+        path.with_suffix(".tmp").write_text(json.dumps({"first_part": first_attempt}))
         path.with_suffix(".tmp").replace(path)
     except (OSError, SetupError):  # the save reports it; without the note no checkpoint counts as this run's own
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def _first_part(context: RunContext, folder: Path) -> int:
+def _first_attempt(context: RunContext, folder: Path) -> int:
     number = 0
     if context.world.is_lead:
         try:

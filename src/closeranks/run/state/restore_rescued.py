@@ -41,17 +41,17 @@ class RescueOutcome:
 def restore_rescued(state: RunState, rescued: RescuedState, *, may_be_done: bool) -> RescueOutcome:
     """Restore the run from it. Never raises for a bad state: ranks may see different parts of it and agree first."""
     try:
-        with SnapshotReader([SealedSlot(file) for file in rescued.files]) as recalled:
+        with SnapshotReader([SealedSlot(file) for file in rescued.files]) as reader:
             try:
-                validate_tree(recalled.tree, rescued.folder)
+                validate_tree(reader.tree, rescued.folder)
             except CheckpointError as error:
                 return RescueOutcome(problem=error.what)
-            state.check(recalled, may_be_done=may_be_done)
-            state.restore(recalled)
+            state.check(reader, may_be_done=may_be_done)
+            state.restore(reader)
     except CheckpointError as error:
         return RescueOutcome(refusal=(error.what, error.fix))
     except SlotError as error:
         return RescueOutcome(problem=str(error))
     except OSError as error:
         return RescueOutcome(problem=f"it cannot be read ({error.strerror})")
-    return RescueOutcome(recalled)
+    return RescueOutcome(reader)

@@ -30,13 +30,13 @@ from closeranks.storage.protocol import StorageError
 
 def load_initial_state(context: RunContext, state: RunState, folder: Path) -> StartPoint:
     """Load the state that the job starts from: a checkpoint's, or a fresh one with the weights that the job names."""
-    origin = resume(context, state, folder) or StartPoint()
+    start_point = resume(context, state, folder) or StartPoint()
     weights = context.job.checkpoint.weights
-    if weights and not origin.path:
+    if weights and not start_point.path:
         opened = open_weights(weights)
-        origin = StartPoint(path=opened.path, notes=load_weights(state.model, context.groups.pipeline, opened))
+        start_point = StartPoint(path=opened.path, notes=load_weights(state.model, context.groups.pipeline, opened))
         state.weights_loaded()
-    return replace(origin, notes=(*origin.notes, *state.model.unsaved_warnings()))
+    return replace(start_point, notes=(*start_point.notes, *state.model.unsaved_warnings()))
 
 
 def resume(context: RunContext, state: RunState, folder: Path) -> StartPoint | None:
@@ -47,39 +47,44 @@ def resume(context: RunContext, state: RunState, folder: Path) -> StartPoint | N
     is_auto = config.resume == AUTO  # a scheduler may run the job again, even after its end
     place = checkpoint_place(context.job, folder) if is_auto else config.resume
     candidates = _share_candidates(context, place, config.remote)
-    passed: list[str] = []
-    found = _rescued(context, state, folder if is_auto else Path(place), candidates, passed, may_be_done=is_auto)
-    found = found or _first_sound(context, state, candidates, passed, may_be_done=is_auto)
-    if found is not None or (is_auto and not candidates and not passed):
+    skipped: list[str] = []
+    found = _rescued(context, state, folder if is_auto else Path(place), candidates, skipped, may_be_done=is_auto)
+    found = found or _first_sound(context, state, candidates, skipped, may_be_done=is_auto)
+    if found is not None or (is_auto and not candidates and not skipped):
         return found
     which = "valid checkpoint" if candidates else "checkpoint"
     raise CheckpointError(
-        f"there is no {which} at {place}" + "".join(f"; {text}" for text in passed),
+        f"there is no {which} at {place}" + "".join(f"; {text}" for text in skipped),
         "Name a run folder or a checkpoint of an earlier run.",
     )
 
 
 def resume_own_checkpoint(
-    context: RunContext, state: RunState, folder: Path, first_part: int, passed: list[str]
+    context: RunContext, state: RunState, folder: Path, first_attempt: int, skipped: list[str]
 ) -> StartPoint | None:
-    """The newest sound checkpoint among those that this run itself has saved, from ``first_part`` on; None if there is
-    none. Notes about checkpoints that were skipped are appended to ``passed``."""
+    """The newest sound checkpoint among those that this run itself has saved, from ``first_attempt`` on; None if there
+    is none. Notes about checkpoints that were skipped are appended to ``skipped``."""
     candidates = _share_candidates(
-        context, checkpoint_place(context.job, folder), context.job.checkpoint.remote, first_part
+        context, checkpoint_place(context.job, folder), context.job.checkpoint.remote, first_attempt
     )
-    return _first_sound(context, state, candidates, passed, may_be_done=True)
+    return _first_sound(context, state, candidates, skipped, may_be_done=True)
 
 
 def _first_sound(
-    context: RunContext, state: RunState, candidates: Sequence[tuple[str, str]], passed: list[str], *, may_be_done: bool
+    context: RunContext,
+    state: RunState,
+    candidates: Sequence[tuple[str, str]],
+    skipped: list[str],
+    *,
+    may_be_done: bool,
 ) -> StartPoint | None:
     for url, name in candidates:
         found = _try(state, url, name, may_be_done=may_be_done)
-        reasons = _together(context, found)
+        reasons = _gather_reasons(context, found)
         if not reasons:
             assert found.reader is not None
-            return StartPoint(found.step, found.reader.path, found.reader.tree, tuple(passed))
-        passed.append(f"{name} was skipped: {reasons[0]}")
+            return StartPoint(found.step, found.reader.path, found.reader.tree, tuple(skipped))
+        skipped.append(f"{name} was skipped: {reasons[0]}")
     return None
 
 
@@ -88,7 +93,7 @@ def _rescued(
     state: RunState,
     run: Path,
     candidates: Sequence[tuple[str, str]],
-    passed: list[str],
+    skipped: list[str],
     *,
     may_be_done: bool,
 ) -> StartPoint | None:
@@ -97,33 +102,33 @@ def _rescued(
     newest = max((step for _, name in candidates for step, _ in [parse_folder(name) or (0, 0)]), default=-1)
     if rescued is None or rescued.step <= newest:
         return None
-    read = restore_rescued(state, rescued, may_be_done=may_be_done)
-    reasons = _together(context, read)
+    outcome = restore_rescued(state, rescued, may_be_done=may_be_done)
+    reasons = _gather_reasons(context, outcome)
     if not reasons:
-        assert read.reader is not None
-        return StartPoint(rescued.step, rescued.folder, read.reader.tree, is_rescued=True)
-    passed.append(f"{rescued.folder} was skipped: {reasons[0]}")
+        assert outcome.reader is not None
+        return StartPoint(rescued.step, rescued.folder, outcome.reader.tree, is_rescued=True)
+    skipped.append(f"{rescued.folder} was skipped: {reasons[0]}")
     return None
 
 
-def _together(context: RunContext, found: _Attempt | RescueOutcome) -> list[str]:
+def _gather_reasons(context: RunContext, found: _Attempt | RescueOutcome) -> list[str]:
     """Collective. The reasons why any rank could not read the state. If it does not fit the job on any rank, every rank
     raises that error."""
-    told = [
+    gathered = [
         json.loads(text) for text in context.groups.world.all_gather_text(json.dumps([found.problem, found.refusal]))
     ]
-    refusals = [refusal for _, refusal in told if refusal]
+    refusals = [refusal for _, refusal in gathered if refusal]
     if refusals:
         raise CheckpointError(*refusals[0])
-    return [problem for problem, _ in told if problem]
+    return [problem for problem, _ in gathered if problem]
 
 
-def _share_candidates(context: RunContext, place: str, remote: str, first_part: int = 0) -> list[tuple[str, str]]:
+def _share_candidates(context: RunContext, place: str, remote: str, first_attempt: int = 0) -> list[tuple[str, str]]:
     """Collective. Rank 0 looks and broadcasts, so that all ranks try the same checkpoints in the same order."""
     text = ""
     if context.world.is_lead:
         also = [remote] if remote else []
-        found = [one for one in find_checkpoints(place, also).candidates() if one.attempt >= first_part]
+        found = [one for one in find_checkpoints(place, also).candidates() if one.attempt >= first_attempt]
         text = json.dumps([(one.storage.url, one.name) for one in found])
     shared: list[tuple[str, str]] = json.loads(context.groups.world.broadcast_text(text))
     return shared

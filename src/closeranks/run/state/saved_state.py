@@ -2,8 +2,9 @@
 
 [Note: rows] With Local SGD and DiLoCo, the state that each replica has of its own is saved as a tensor with one more
 dim in front, a row for every replica. A state of R replicas can be read by any other number: replica r resumes from row
-``r mod R``, a run without replicas from row 0; a state without rows is read by every replica. ``RowReader`` selects the
-row, so that components ask for plain pieces. Invariant: with as many replicas as before, each gets back what it had.
+``r mod R``, a run without replicas from row 0; a state without rows is read by every replica. ``ReplicaStateReader``
+selects the row, so that components ask for plain pieces. Invariant: with as many replicas as before, each gets back
+what it had.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODEL, OPTIMIZER, OTHER, SYNC, EMA = "model", "optimizer", "other", "sync", "ema
 
 
 class SavedState(Protocol):
-    """A saved state, read piece by piece: ``checkpoint.reader.CheckpointReader`` is one."""
+    """A saved state, read piece by piece: ``checkpoint.load.resharding_reader.CheckpointReader`` is one."""
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -79,10 +80,10 @@ class ReplicaStateReader:
         return piece if len(shape) <= len(piece.shape) else _row_of(piece, self._number % shape[0], shape[0])
 
 
-def as_replica_row(one: StateTensor, row: ReplicaIndex) -> StateTensor:
+def as_replica_row(one: StateTensor, replica: ReplicaIndex) -> StateTensor:
     """This replica's own tensor as its row of the saved tensor of all replicas; shares its memory."""
     tensor = one.tensor if one.piece.flat is not None else one.tensor.unsqueeze(0)
-    return replace(one, piece=_row_of(one.piece, row.number, row.count), tensor=tensor)
+    return replace(one, piece=_row_of(one.piece, replica.number, replica.count), tensor=tensor)
 
 
 def _row_of(piece: Piece, number: int, count: int) -> Piece:

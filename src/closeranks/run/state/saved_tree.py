@@ -46,8 +46,8 @@ class _Noise(_Values):
     spread: float = 0.0
 
 
-class _Rhythm(_Values):
-    """``checkpoint.rhythm.History``."""
+class _SaveHistory(_Values):
+    """``checkpoint.save.save_schedule.SaveHistory``."""
 
     uptime_s: _Seconds = 0.0
     num_faults: _Count = 0
@@ -65,7 +65,7 @@ class _Tree(_Values):
     algorithm: str = ""
     data: _Data = _Data()
     noise: _Noise = _Noise()
-    rhythm: _Rhythm | None = None
+    rhythm: _SaveHistory | None = None
     every: Annotated[int, Field(ge=1, lt=2**63)] = 1
     last: str = ""
     config: dict[str, Any] | None = None

@@ -75,7 +75,7 @@ class SessionCheckpoints(Component):
         capture: Capture,
         folder: Path,
         emit: Callable[[Event], None],
-        origin: StartPoint,
+        start_point: StartPoint,
     ) -> None:
         config = context.job.checkpoint
         self._context, self._state, self._capture = context, state, capture
@@ -87,55 +87,57 @@ class SessionCheckpoints(Component):
         mtbf_s = seconds_of(config.mtbf) if config.mtbf else None
         every = config.every if config.save else 0
         self._hub = (
-            saved_hub_metadata(folder, origin.tree, config.weights) if context.world.is_lead and config.save else {}
+            saved_hub_metadata(folder, start_point.tree, config.weights)
+            if context.world.is_lead and config.save
+            else {}
         )
-        history = origin.tree.get("rhythm") or {"is_ending": True}
-        self._rhythm = SaveSchedule.from_state(every, mtbf_s, context.world.size, history)
-        self._is_asked = self._is_granted = self._is_pending = False
-        """Asked: this rank's request is in a vote that is not read yet. Granted: all ranks save at the next boundary.
-        Pending: on rank 0, a checkpoint is being written that is neither committed nor failed yet."""
-        self._good: set[tuple[int, str]] = set()
+        history = start_point.tree.get("rhythm") or {"is_ending": True}
+        self._schedule = SaveSchedule.from_state(every, mtbf_s, context.world.size, history)
+        self._is_requested = self._is_granted = self._is_pending = False
+        """Requested: this rank's request is in a vote that is not read yet. Granted: all ranks save at the next
+        boundary. Pending: on rank 0, a checkpoint is being written that is neither committed nor failed yet."""
+        self._durable: set[tuple[int, str]] = set()
         """Step and tier of what is safe, as far as this rank can know: on rank 0 a committed checkpoint, elsewhere the
         rank's written part."""
-        self._asked_s: float | None = None
+        self._last_vote_s: float | None = None
         self._stalls: dict[int, float] = {}
-        self._judged: Evaluated | None = None
+        self._last_eval: Evaluated | None = None
         self._best: list[float] = []
         self._saved_step = -1
-        if config.resume == AUTO and origin.path and not origin.is_rescued:
-            self._saved_step = origin.step
-            self._good.add((origin.step, "primary"))
-        self._topic, self._num_talks = "", 0
-        self._own: CheckpointSaver | None = self._open_early(origin.step) if config.save else None
+        if config.resume == AUTO and start_point.path and not start_point.is_rescued:
+            self._saved_step = start_point.step
+            self._durable.add((start_point.step, "primary"))
+        self._token, self._num_agreements = "", 0
+        self._saver: CheckpointSaver | None = self._open_early(start_point.step) if config.save else None
         self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
 
     # During training
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
-        if self._asks(index + 1):
+        if self._requests_save(index + 1):
             ballot.requests |= {SAVE}
 
-    def _asks(self, step: int) -> bool:
+    def _requests_save(self, step: int) -> bool:
         """Whether this rank requests a save in the vote of ``step``; called once in every step."""
         self.poll_reports()
         check_owned()
-        last_s, self._asked_s = self._asked_s, time.monotonic()
+        last_s, self._last_vote_s = self._last_vote_s, time.monotonic()
         if last_s is not None:
-            self._rhythm.record_step(self._asked_s - last_s)
-        if not self._is_warm and self._asked_s >= self._warm_s and self._own is not None:
+            self._schedule.record_step(self._last_vote_s - last_s)
+        if not self._is_warm and self._last_vote_s >= self._warm_s and self._saver is not None:
             self._is_warm = True
-            self._own.warm_up(self._capture, self._state.tensors())
-        if self._is_asked or self._is_granted:  # with an accelerator the host reads a vote one step late
+            self._saver.warm_up(self._capture, self._state.tensors())
+        if self._is_requested or self._is_granted:  # with an accelerator the host reads a vote one step late
             return False
         if self._context.world.is_lead:
-            self._warn_of_haste(step)
-            self._is_asked = not self._is_pending and self._rhythm.is_due(step, self._asked_s)
+            self._warn_if_too_frequent(step)
+            self._is_requested = not self._is_pending and self._schedule.is_due(step, self._last_vote_s)
         else:
-            self._is_asked = self._rhythm.is_retry_due(self._asked_s)
-        return self._is_asked
+            self._is_requested = self._schedule.is_retry_due(self._last_vote_s)
+        return self._is_requested
 
-    def _warn_of_haste(self, step: int) -> None:
+    def _warn_if_too_frequent(self, step: int) -> None:
         """Warn once if saves take longer than the steps between them."""
         every = self._config.every
         if self._is_pending and not self._is_warned and isinstance(every, int) and every and step % every == 0:
@@ -145,11 +147,11 @@ class SessionCheckpoints(Component):
 
     def grant_save(self) -> None:
         """The vote granted a save: all ranks save at the next boundary."""
-        self._is_asked, self._is_granted = False, True
+        self._is_requested, self._is_granted = False, True
 
     @property
     def is_save_granted(self) -> bool:
-        """Whether ``proceed`` will save, once nothing else happens between two steps."""
+        """Whether ``begin_save`` will save, once nothing else happens between two steps."""
         return self._is_granted
 
     def begin_save(self, step: int) -> list[SaveTarget]:
@@ -158,38 +160,38 @@ class SessionCheckpoints(Component):
             return []
         self._is_granted = False
         self._context.step_timer.enter_phase(WorkerPhase.SAVE)
-        return self._ask(step)
+        return self._start_save(step)
 
     def on_eval(self, result: Evaluated) -> None:
         """Called on all ranks, with the same loss. A state among the best so far is copied at once, before hooks may
         change anything."""
-        self._judged, self._asked_s = result, None  # the time since the last step was not training
+        self._last_eval, self._last_vote_s = result, None  # the time since the last step was not training
         keep = self._config.keep_best if self._config.save and math.isfinite(result.loss) else 0
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
-            if targets := self._ask(result.step):
+            if targets := self._start_save(result.step):
                 self._capture.begin(self._state.tensors(), targets)
                 self._finish_copy()
 
     def poll_reports(self) -> None:
         """Report the outcome of earlier saves; never blocks."""
-        for report in self._own.poll() if self._own is not None else ():
-            self._hear(report)
+        for report in self._saver.poll() if self._saver is not None else ():
+            self._on_report(report)
 
-    def _ask(self, step: int) -> list[SaveTarget]:
+    def _start_save(self, step: int) -> list[SaveTarget]:
         """Begin a save of the current state."""
         if step == self._saved_step:
             return []
         try:
-            self._own = self._own or self._open(self._settings)
+            self._saver = self._saver or self._open(self._settings)
         except SetupError as error:  # the same on all ranks
             self._emit(SaveFailed(step, error.what, self._context.world.rank))
             return []
         self._is_pending = self._context.world.is_lead
-        self._rhythm.record_started()
+        self._schedule.record_started()
         self._saved_step = step
         self._stalls = {step: 0.0}
-        return self._own.begin_save(step, self._tree(step, is_ending=False), self._metric(step))
+        return self._saver.begin_save(step, self._tree(step, is_ending=False), self._metric(step))
 
     # Between steps and at the end: blocking
 
@@ -200,8 +202,8 @@ class SessionCheckpoints(Component):
         """
         if place is None:
             try:
-                self._own = self._own or self._open(self._settings)
-                return self._save_here(self._own, step, is_hurried)
+                self._saver = self._saver or self._open(self._settings)
+                return self._save_here(self._saver, step, is_hurried)
             except SetupError as error:  # the same on all ranks
                 raise self._saved_elsewhere(step, error) from error
         saver = self._open(replace(self._settings, place=str(place), remote="", keep_last=1 << 30))
@@ -214,10 +216,10 @@ class SessionCheckpoints(Component):
         is_older = is_hurried and step != self._saved_step
         patience_s = self._context.job.agent.interrupt_s / 3 if is_older else self._settings.timeout_s
         for report in saver.wait(patience_s):
-            self._hear(report)
+            self._on_report(report)
         tiers = ("primary", "remote") if self._settings.remote else ("primary",)
-        if not self._everywhere(all((step, tier) in self._good for tier in tiers)):
-            return self._write(saver, step, patience_s, self._hear)
+        if not self._all_agree(all((step, tier) in self._durable for tier in tiers)):
+            return self._write(saver, step, patience_s, self._on_report)
         self._saved_step = step
         return saver.path_of(step)
 
@@ -252,32 +254,32 @@ class SessionCheckpoints(Component):
         saver: CheckpointSaver,
         step: int,
         patience_s: float,
-        hear: Callable[[SaveReport], None],
+        on_report: Callable[[SaveReport], None],
         num_tries: int = _TRIES,
     ) -> str:
         failed: dict[str, str] = {}
-        told: set[tuple[str, str]] = set()
+        reported: set[tuple[str, str]] = set()
         for number in range(num_tries):
             is_last = number == num_tries - 1
             tree = self._tree(step, is_ending=True)
             reports = saver.save_now(step, self._state.tensors(), tree, self._metric(step), patience_s=patience_s)
             failed = {r.tier: r.what for r in reports if r.kind == "failed" and r.save == reports[-1].save}
             for report in reports:  # once: a tier that is committed reports so at every attempt
-                if (report.kind, report.tier) not in told and (is_last or report.kind != "failed"):
-                    hear(report)
-            told |= {(report.kind, report.tier) for report in reports if report.kind == "committed"}
-            if self._everywhere(not failed):
+                if (report.kind, report.tier) not in reported and (is_last or report.kind != "failed"):
+                    on_report(report)
+            reported |= {(report.kind, report.tier) for report in reports if report.kind == "committed"}
+            if self._all_agree(not failed):
                 return saver.path_of(step)
-        if self._everywhere("primary" not in failed):  # only the remote tier failed, which was reported
+        if self._all_agree("primary" not in failed):  # only the remote tier failed, which was reported
             return saver.path_of(step)
-        if saver.went_remote(step) and self._everywhere("remote" not in failed):  # only the remote tier succeeded
+        if saver.went_remote(step) and self._all_agree("remote" not in failed):  # only the remote tier succeeded
             return f"{self._settings.remote.rstrip('/')}/{saver.path_of(step).rpartition('/')[2]}"
         what = failed.get("primary") or "another worker could not save its part of the state"
         raise SetupError(what, "Fix that, and resume: the previous checkpoint is still valid.")
 
     def close(self) -> None:
-        if self._own is not None:
-            self._own.close()
+        if self._saver is not None:
+            self._saver.close()
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
         """After this the optimizer may change the state."""
@@ -303,59 +305,61 @@ class SessionCheckpoints(Component):
     def _open(self, settings: SaveSettings) -> CheckpointSaver:
         """Collective, with the same outcome on all ranks. Rank 0 draws a token and looks up the attempt number, which
         name all saves, and broadcasts them."""
-        world, told = self._context.world, ""
+        world, text = self._context.world, ""
         if world.is_lead:
             try:
-                told = json.dumps([secrets.token_hex(4), next_attempt(settings.place, settings.remote), ""])
+                text = json.dumps([secrets.token_hex(4), next_attempt(settings.place, settings.remote), ""])
             except CloseranksError as error:
-                told = json.dumps(["", 0, error.what])
-        token, part, problem = json.loads(self._context.groups.world.broadcast_text(told))
+                text = json.dumps(["", 0, error.what])
+        token, attempt, problem = json.loads(self._context.groups.world.broadcast_text(text))
         if problem:
             raise SetupError(problem, "Change checkpoint.folder, or make it writable.")
-        self._topic = token  # fresh: no key of an earlier agreement starts with it
-        return CheckpointSaver(world.rank, world.size, token, part, str(self._context.layout), settings, self._config)
+        self._token = token  # fresh: no key of an earlier agreement starts with it
+        return CheckpointSaver(
+            world.rank, world.size, token, attempt, str(self._context.layout), settings, self._config
+        )
 
     def _tree(self, step: int, *, is_ending: bool) -> dict[str, Any] | None:
         if not self._context.world.is_lead:
             return None
         hub = {"hub": self._hub} if self._hub else {}
-        return {**self._state.checkpoint_tree(step), **hub, "rhythm": self._rhythm.state(is_ending=is_ending)}
+        return {**self._state.checkpoint_tree(step), **hub, "rhythm": self._schedule.state(is_ending=is_ending)}
 
     def schedule_state(self) -> dict[str, Any]:
         """State of the save schedule, for the next generation."""
-        return self._rhythm.state(is_ending=False)
+        return self._schedule.state(is_ending=False)
 
     def _metric(self, step: int) -> float | None:
         """The evaluation loss of exactly this state, if there is one."""
-        return self._judged.loss if self._judged is not None and self._judged.step == step else None
+        return self._last_eval.loss if self._last_eval is not None and self._last_eval.step == step else None
 
-    def _everywhere(self, is_well: bool) -> bool:
-        self._num_talks += 1
+    def _all_agree(self, is_ok: bool) -> bool:
+        self._num_agreements += 1
         patience_s = 3 * self._settings.timeout_s  # rank 0 may wait for a save in progress, a lock, and parts
-        return self._context.groups.world.all_agree(is_well, f"{self._topic}/{self._num_talks}", patience_s)
+        return self._context.groups.world.all_agree(is_ok, f"{self._token}/{self._num_agreements}", patience_s)
 
-    def _hear(self, report: SaveReport) -> None:
-        assert self._own is not None
+    def _on_report(self, report: SaveReport) -> None:
+        assert self._saver is not None
         now_s, here = time.monotonic(), (report.step, report.tier)
         match report.kind:
             case "written" if not self._context.world.is_lead:
-                self._good.add(here)
+                self._durable.add(here)
                 if report.tier == "primary":
-                    self._rhythm.clear_failures()
+                    self._schedule.clear_failures()
             case "committed":
-                self._good.add(here)
+                self._durable.add(here)
                 stall_s = self._stalls.get(report.step, 0.0)
                 if report.tier == "primary":
                     remove_rescued(self._folder, report.step)
                     self._is_pending = False
-                    self._rhythm.record_save(report.step, stall_s, report.seconds, now_s)
-                path = self._own.path_of(report.step) if report.tier == "primary" else report.path
+                    self._schedule.record_save(report.step, stall_s, report.seconds, now_s)
+                path = self._saver.path_of(report.step) if report.tier == "primary" else report.path
                 self._emit(Saved(report.step, path, report.num_bytes, report.seconds, stall_s, report.tier))
             case "failed":
-                self._good.discard(here)
+                self._durable.discard(here)
                 if report.tier == "primary":
                     self._is_pending = False
-                    self._rhythm.record_failure(report.step, now_s)
+                    self._schedule.record_failure(report.step, now_s)
                 self._emit(SaveFailed(report.step, report.what, self._context.world.rank, report.tier))
             case "collected":
                 if report.what:
@@ -368,15 +372,15 @@ def next_attempt(place: str, remote: str) -> int:
     """The attempt number under which this opening of a run saves: one more than that of every checkpoint at either
     place. A remote place that cannot be reached now is ignored: it may be reached later."""
     try:
-        parts = _parts_at(place)
+        attempts = _attempts_at(place)
     except StorageError as error:
         raise SetupError(f"checkpoints cannot be kept in {place}: {error}") from error
     try:
-        parts += _parts_at(remote) if remote else []
+        attempts += _attempts_at(remote) if remote else []
     except StorageError:
-        parts += [0]
-    return max(parts, default=0) + 1
+        attempts += [0]
+    return max(attempts, default=0) + 1
 
 
-def _parts_at(place: str) -> list[int]:
+def _attempts_at(place: str) -> list[int]:
     return [found[1] for name in open_storage(place).names() if (found := parse_folder(name))]

@@ -31,8 +31,8 @@ _KEYS = {
 
 
 class RunState:
-    """``identity``: values that must be equal for a resumed run to be the same run. ``row``: the replica that this rank
-    belongs to, if each replica has a state of its own."""
+    """``identity``: values that must be equal for a resumed run to be the same run. ``replica``: the replica that this
+    rank belongs to, if each replica has a state of its own."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class RunState:
         model: Model,
         components: Components,
         identity: Mapping[str, Any],
-        row: ReplicaIndex | None,
+        replica: ReplicaIndex | None,
     ) -> None:
         self._context, self.model, self._components = context, model, components
-        self._identity, self._row = dict(identity), row
+        self._identity, self._replica = dict(identity), replica
         self._listed: list[StateTensor] = []
         self._version: list[object] = []
 
@@ -55,7 +55,7 @@ class RunState:
     def tensors(self) -> list[StateTensor]:
         """All state tensors of this rank; the same list object as long as they are the same tensors in the same
         memory."""
-        version = [ask() for ask in self._components.phases["version"]]
+        version = [version_of() for version_of in self._components.phases["version"]]
         if version != self._version or not self._listed:
             self._listed, self._version = self._list(), version
         return self._listed
@@ -131,7 +131,7 @@ class RunState:
         found: dict[tuple[str, object], StateTensor] = {}
         for tensors in self._components.phases["tensors"]:
             for one in tensors():
-                named = as_replica_row(one, self._row) if self._row is not None and one.per_replica else one
+                named = as_replica_row(one, self._replica) if self._replica is not None and one.per_replica else one
                 # Two stages of a rank may each hold a tied parameter: the same values, saved once.
                 known = found.get((named.section, named.piece))
                 if known is None or (named.is_saved_here and not known.is_saved_here):

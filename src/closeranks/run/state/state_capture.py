@@ -23,15 +23,17 @@ class StateCapture(Component):
         self,
         context: RunContext,
         state: RunState,
-        taken: RestoredGeneration,
+        restored: RestoredGeneration,
         emit: Callable[[Event], None],
-        overseer: AgentClient,
+        agent_client: AgentClient,
     ) -> None:
         self._state = state
         self._capture = Capture(num_digest_threads(context.world.local_size))
-        self.checkpoints = SessionCheckpoints(context, state, self._capture, taken.folder, emit, taken.start_point)
+        self.checkpoints = SessionCheckpoints(
+            context, state, self._capture, restored.folder, emit, restored.start_point
+        )
         self.snapshots = SessionSnapshots(
-            context, state, self._capture, taken, emit, overseer, self.checkpoints.schedule_state
+            context, state, self._capture, restored, emit, agent_client, self.checkpoints.schedule_state
         )
 
     def are_due(self, step: int) -> bool:

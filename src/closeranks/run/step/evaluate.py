@@ -65,7 +65,7 @@ def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
 def _sums(engine: Engine, source: DataSource) -> Tensor:
     """Bad samples, loss, weight and metrics over this rank's share, in float64."""
     context, model = engine.context, engine.model
-    tally = LossSums(model.spec.metrics, context.device, speaks=context.reports_loss)
+    loss_sums = LossSums(model.spec.metrics, context.device, reports_loss=context.reports_loss)
     num_bad = 0
 
     def read(planned: MicroBatch) -> LoadedBatch:
@@ -76,33 +76,33 @@ def _sums(engine: Engine, source: DataSource) -> Tensor:
 
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
         if not micro_batch.is_padding:
-            tally.add(loss)
+            loss_sums.add(loss)
         return loss.total
 
-    def key(micro_batch: MicroBatch, stage: int = 0) -> None:
+    def seed(micro_batch: MicroBatch, stage: int = 0) -> None:
         seed_generators(context.device, derive_seed(context.job.run.seed, "eval", micro_batch.index))
 
     with torch.no_grad():
         share = list(_share(context, len(source), is_even=engine.reducer.needs_equal_counts))
-        _want(source, share)
+        _prefetch(source, share)
         if model.pipeline is not None:
             size = num_pipelined_micro_batches(context.layout.num_stages)
             for first in range(0, len(share), size):
                 wave = [read(micro_batch) for micro_batch in share[first : first + size]]
                 model.pipeline.forward_only(
-                    MicroBatchCallbacks(model, engine.reducer, context.step_timer, wave, key, count)
+                    MicroBatchCallbacks(model, engine.reducer, context.step_timer, wave, seed, count)
                 )
         for micro_batch in share if model.pipeline is None else ():
             loaded = read(micro_batch)
-            key(micro_batch)
+            seed(micro_batch)
             with model.precision.context(context.device):
                 count(loaded.micro_batch, model.spec.loss(model.module, model.precision.cast(loaded.batch)))
             context.step_timer.micro_batch_done()
-    row = tally.as_vector()
-    return torch.cat([row.new_tensor([num_bad]), row])
+    vector = loss_sums.as_vector()
+    return torch.cat([vector.new_tensor([num_bad]), vector])
 
 
-def _want(source: DataSource, share: Sequence[MicroBatch]) -> None:
+def _prefetch(source: DataSource, share: Sequence[MicroBatch]) -> None:
     """Let remote data be fetched in the order in which it will be read."""
     ids = [np.arange(micro_batch.first, micro_batch.last, dtype=np.int64) for micro_batch in share]
     if ids:

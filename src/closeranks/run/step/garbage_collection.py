@@ -1,7 +1,7 @@
 """Runs Python's garbage collector at the same steps on every rank.
 
 A collection in the middle of a step stalls every other rank, and each rank would stall at a different time. Invariant:
-between ``hold`` and ``release`` it runs only at step boundaries, at the same steps on every rank.
+between ``disable`` and ``enable`` it runs only at step boundaries, at the same steps on every rank.
 """
 
 from __future__ import annotations

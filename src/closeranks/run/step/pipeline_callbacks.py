@@ -1,4 +1,4 @@
-"""The callbacks of a pipeline for each micro-batch: how steps and evaluations implement ``parallel.pipeline.Work``.
+"""The callbacks of a pipeline for each micro-batch: ``PipelineCallbacks`` as steps and evaluations implement them.
 
 The pipeline executor knows the stages and their order; the callbacks supply the data, the loss, RNG seeds, statistics
 and the reducer.
@@ -47,14 +47,14 @@ class MicroBatchCallbacks:
         self,
         model: Model,
         reducer: Reducer,
-        pace: StepTimer,
+        step_timer: StepTimer,
         loaded: Sequence[LoadedBatch],
         before: BeforeForward,
         after: ScaleLoss,
     ) -> None:
         assert model.spec.pipeline_spec is not None
-        self._model, self._reducer, self._pace = model, reducer, pace
-        self._chain: PipelineSpec = model.spec.pipeline_spec
+        self._model, self._reducer, self._step_timer = model, reducer, step_timer
+        self._pipeline_spec: PipelineSpec = model.spec.pipeline_spec
         self._loaded = loaded
         self._before, self._after = before, after
         self.num_micro = len(loaded)
@@ -69,17 +69,17 @@ class MicroBatchCallbacks:
 
     def before_forward(self, stage: int, micro: int) -> None:
         """``stage``: index among this rank's own stages."""
-        self._pace.micro_batch_done()
+        self._step_timer.micro_batch_done()
         self._before(self._loaded[micro].micro_batch, stage)
 
     def first_input(self, module: nn.Module, micro: int) -> Tensor:
-        return self._chain.first_input(module, self._batch(micro))
+        return self._pipeline_spec.first_input(module, self._batch(micro))
 
     def shared_inputs(self, module: nn.Module, micro: int) -> Any:
-        return self._chain.shared_inputs(module, self._batch(micro))
+        return self._pipeline_spec.shared_inputs(module, self._batch(micro))
 
     def loss_from_output(self, module: nn.Module, micro: int, output: Tensor) -> Tensor:
-        loss = self._chain.loss_from_output(module, output, self._batch(micro))
+        loss = self._pipeline_spec.loss_from_output(module, output, self._batch(micro))
         return self._after(self._loaded[micro].micro_batch, loss)
 
     def begin_backward(self, stage: int, *, is_last: bool) -> None:
@@ -87,7 +87,7 @@ class MicroBatchCallbacks:
 
     def end_backward(self, stage: int) -> None:
         self._reducer.end_backward(stage)
-        self._pace.micro_batch_done()
+        self._step_timer.micro_batch_done()
 
     def _batch(self, micro: int) -> Batch:
         return self._model.precision.cast(self._loaded[micro].batch)

@@ -33,7 +33,7 @@ class Step:
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._model, context = engine, engine.model, engine.context
-        self._pace, self._phases = context.step_timer, engine.components.phases
+        self._timer, self._phases = context.step_timer, engine.components.phases
         self.index = index
         """Number of steps finished before this one."""
         self._assigned = engine.batches.loader.assigned(index)
@@ -41,10 +41,10 @@ class Step:
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
         self._scale = engine.loss_scale.scale / self._model.loss_divisor
-        self._tally = LossSums(self._model.spec.metrics, context.device, speaks=context.reports_loss)
+        self._sums = LossSums(self._model.spec.metrics, context.device, reports_loss=context.reports_loss)
         for begin in self._phases["begin"]:
             begin(index)
-        self._pace.begin(index + 1)
+        self._timer.begin(index + 1)
 
     def run(self) -> None:
         """Run all micro-batches with the job's own loss: one after the other, or by the pipeline's schedule."""
@@ -54,12 +54,14 @@ class Step:
                 for batch in self:
                     self.backward(model.spec.loss(model.module, batch))
                 return
-            loaded = self._take()
+            loaded = self._load()
             self._num_taken = len(loaded)
             if loaded:  # a short last step may leave a replica without work
-                work = MicroBatchCallbacks(model, self._engine.reducer, self._pace, loaded, self._open, self._weighed)
-                model.pipeline.run(work)
-                self._pace.stop(len(loaded))
+                callbacks = MicroBatchCallbacks(
+                    model, self._engine.reducer, self._timer, loaded, self._before_forward, self._scale_loss
+                )
+                model.pipeline.run(callbacks)
+                self._timer.stop(len(loaded))
             self._num_done = self._num_taken
 
     def __iter__(self) -> Iterator[Batch]:
@@ -68,21 +70,21 @@ class Step:
         if model.pipeline is not None:
             what = "a pipeline runs its micro-batches in the order of its schedule, not one by one"
             raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
-        for number, loaded in enumerate(self._take(), start=1):
-            self._open(loaded.micro_batch)
+        for number, loaded in enumerate(self._load(), start=1):
+            self._before_forward(loaded.micro_batch)
             self._num_taken = number
             with model.precision.context(model.device):
                 yield model.precision.cast(loaded.batch)
             if self._num_done != number:
-                raise self._out_of_turn("the next batch was taken")
+                raise self._order_error("the next batch was taken")
 
     def backward(self, loss: Loss | Tensor) -> None:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         if self._num_done + 1 != self._num_taken:
-            raise self._out_of_turn("step.backward(loss) was called again")
+            raise self._order_error("step.backward(loss) was called again")
         reducer = self._engine.reducer
         micro_batch = self._loaded[self._num_done].micro_batch
-        scaled = self._weighed(micro_batch, loss)
+        scaled = self._scale_loss(micro_batch, loss)
         for before in self._phases["before_backward"]:
             before(micro_batch)
         with torch.autocast(self._model.device.type, enabled=False):
@@ -90,39 +92,39 @@ class Step:
             scaled.backward()
             reducer.end_backward()
         for after in self._phases["after_backward"]:
-            after(self._tally.weight, self._scale)
+            after(self._sums.weight, self._scale)
         self._num_done += 1
-        self._pace.micro_batch_done()
+        self._timer.micro_batch_done()
         if self._num_done == len(self._assigned):
-            self._pace.stop(self._num_done)
+            self._timer.stop(self._num_done)
 
     def commit(self, requests: Iterable[RunRequest] = ()) -> Verdict:
         """Collective. End the step, and pass this rank's ``requests`` to the vote. No host sync on an accelerator."""
         if self._num_done != len(self._assigned):
             what = f"step.backward(loss) was called {self._num_done} times for {len(self._assigned)} micro-batches"
             raise UserError(what, "Call it once for every batch that the step yields.", step=self.index + 1)
-        engine, tally, pace = self._engine, self._tally, self._pace
-        pace.enter_phase(WorkerPhase.REDUCE)
+        engine, sums, timer = self._engine, self._sums, self._timer
+        timer.enter_phase(WorkerPhase.REDUCE)
         engine.reducer.finish()
         norm = norm_squared(engine.reducer.primary_gradients(), engine.context.device)
-        ballot = Ballot(tally.loss, tally.weight, norm, tally.metrics, frozenset(requests))
-        pace.enter_phase(WorkerPhase.SNAPSHOT)
+        ballot = Ballot(sums.loss, sums.weight, norm, sums.metrics, frozenset(requests))
+        timer.enter_phase(WorkerPhase.SNAPSHOT)
         for before in self._phases["before_vote"]:
             before(self.index, ballot)
-        pace.enter_phase(WorkerPhase.VOTE)
+        timer.enter_phase(WorkerPhase.VOTE)
         is_sync_step = engine.context.sync_schedule.is_sync_step(self.index + 1)
         verdict = engine.vote.cast(ballot, self._scale, is_sync_step=is_sync_step)  # the ONE small all-reduce
-        pace.enter_phase(WorkerPhase.SNAPSHOT)
+        timer.enter_phase(WorkerPhase.SNAPSHOT)
         for after in self._phases["after_vote"]:
             after(self.index, verdict)
-        pace.enter_phase(WorkerPhase.UPDATE)
+        timer.enter_phase(WorkerPhase.UPDATE)
         for update in self._phases["update"]:
             update(self.index, verdict)
         for after in self._phases["after_update"]:
             after(self.index, verdict)
         for end in self._phases["end"]:
             end(self.index)
-        pace.report_times()
+        timer.report_times()
         self._is_committed = True
         return verdict
 
@@ -131,43 +133,43 @@ class Step:
         """Whether batches have run whose gradients are not applied yet."""
         return self._num_taken > 0 and not self._is_committed
 
-    def _take(self) -> Sequence[LoadedBatch]:
+    def _load(self) -> Sequence[LoadedBatch]:
         """This rank's micro-batches, once."""
         if self._is_taken:
             what = "the micro-batches of this step are taken already: it was run or iterated before"
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
-        self._pace.enter_phase(WorkerPhase.DATA)
+        self._timer.enter_phase(WorkerPhase.DATA)
         self._loaded = self._engine.batches.load_step(self.index, self._assigned)
-        self._pace.start()
+        self._timer.start()
         return self._loaded
 
-    def _open(self, micro_batch: MicroBatch, stage: int = 0) -> None:
+    def _before_forward(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Called before a micro-batch's forward in one of this rank's stages."""
         context = self._engine.context
         seed_generators(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
         for before in self._phases["before_forward"]:
             before(micro_batch, stage)
 
-    def _weighed(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
+    def _scale_loss(self, micro_batch: MicroBatch, loss: Loss | Tensor) -> Tensor:
         """Count a micro-batch's loss, and scale it for its backward; a padding micro-batch has no weight."""
         part = as_loss(loss, micro_batch.num_samples, self._model.spec.metrics)
         if micro_batch.is_padding:
             return part.total * 0.0
-        self._tally.add(part)
+        self._sums.add(part)
         return part.total * self._scale if self._model.precision.scales_loss else part.total
 
-    def _out_of_turn(self, what: str) -> UserError:
+    def _order_error(self, what: str) -> UserError:
         """The keyed RNG, autocast and the reduction belong to one batch at a time."""
         fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
         return UserError(f"{what} out of order", fix, step=self.index + 1)
 
 
-def check_between_steps(boundaries: SyncSchedule, step: Step | None, num_done: int) -> None:
+def check_between_steps(sync_schedule: SyncSchedule, step: Step | None, num_done: int) -> None:
     """Refuse a collective action while a step is in progress or replicas differ. ``step``: the newest one."""
     if step is not None and step.is_underway:
         raise UserError("evaluate() or save() was called within a step", "Call it before the step's first batch.")
-    why, fix = boundaries.refusal(num_done)
+    why, fix = sync_schedule.refusal(num_done)
     if step is not None and why:
         raise UserError(f"evaluate() or save() was called {why}", fix, step=num_done)
 

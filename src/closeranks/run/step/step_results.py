@@ -33,7 +33,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spent:
+class _Measurement:
     """The time of a step and what components measured in it."""
 
     seconds: float
@@ -45,7 +45,7 @@ class _Spent:
 class _Entry:
     index: int
     verdict: Verdict
-    spent: _Spent | None = None
+    measured: _Measurement | None = None
     """Measured when the verdict was pushed, if it is settled much later; None: measured when it is settled."""
 
 
@@ -78,32 +78,32 @@ class StepResults:
         while len(self._pending) > keep and self._pending[0].verdict.is_closed:
             entry = self._pending.popleft()
             outcome = entry.verdict.read()
-            account = self._account(entry.index, outcome, entry.spent or self._measure(entry.index))
-            yield StepResult(account, outcome.requests, outcome.extra)
-            self._watch(entry.index, outcome)
+            done = self._step_done(entry.index, outcome, entry.measured or self._measure(entry.index))
+            yield StepResult(done, outcome.requests, outcome.extra)
+            self._check_finite(entry.index, outcome)
 
-    def _measure(self, index: int) -> _Spent:
+    def _measure(self, index: int) -> _Measurement:
         """Time and figures since the last call."""
         now = time.monotonic()
         seconds, self._marked_at = now - self._marked_at, now
         figures: dict[str, Any] = {}
         for own in self._engine.components.phases["figures"]:
             figures |= own(index)
-        return _Spent(seconds, figures)
+        return _Measurement(seconds, figures)
 
     def _even_out(self) -> None:
         """Give all steps of an interval the same time: the host enqueues them ahead of the accelerator and waits only
         at the end of the interval."""
         rest, self._marked_at = time.monotonic() - self._marked_at, time.monotonic()
-        spent = [entry.spent for entry in self._pending if entry.spent is not None]
-        mean_s = (sum(one.seconds for one in spent) + rest) / max(1, len(spent))
+        measured = [entry.measured for entry in self._pending if entry.measured is not None]
+        mean_s = (sum(one.seconds for one in measured) + rest) / max(1, len(measured))
         for entry in self._pending:
-            entry.spent = entry.spent and replace(entry.spent, seconds=mean_s)
+            entry.measured = entry.measured and replace(entry.measured, seconds=mean_s)
 
-    def _account(self, index: int, outcome: StepOutcome, spent: _Spent) -> StepDone:
+    def _step_done(self, index: int, outcome: StepOutcome, measured: _Measurement) -> StepDone:
         schedule, model = self._engine.context.schedule, self._engine.model
         position = schedule.position(index + 1)
-        figures = dict(spent.figures)
+        figures = dict(measured.figures)
         for voted in self._engine.components.phases["voted_figures"]:
             figures |= voted(outcome.extra)
         return StepDone(
@@ -116,19 +116,19 @@ class StepResults:
             items=(position - schedule.position(index)) * model.spec.items_per_sample,
             position=position,
             metrics=outcome.metrics,
-            seconds=spent.seconds,
+            seconds=measured.seconds,
             num_bad=outcome.num_bad,
             memory_bytes=peak_memory_bytes(self._engine.context.device),
             **figures,
         )
 
-    def _watch(self, index: int, outcome: StepOutcome) -> None:
+    def _check_finite(self, index: int, outcome: StepOutcome) -> None:
         """Raise after too many non-finite steps. An fp16 overflow is no such step: a smaller loss scale resolves it."""
         job, model = self._engine.context.job, self._engine.model
         loss_scale = outcome.loss_scale * model.loss_divisor
-        mends_itself = model.precision.scales_loss and loss_scale > job.optim.loss_scale.minimum
-        mends_itself = mends_itself or (outcome.is_empty and outcome.num_bad > 0)  # data.max_bad is their limit
-        self._num_bad = 0 if outcome.taken or mends_itself else self._num_bad + 1
+        is_recoverable = model.precision.scales_loss and loss_scale > job.optim.loss_scale.minimum
+        is_recoverable = is_recoverable or (outcome.is_empty and outcome.num_bad > 0)  # data.max_bad is their limit
+        self._num_bad = 0 if outcome.taken or is_recoverable else self._num_bad + 1
         if self._num_bad >= job.train.patience:
             first = index + 2 - self._num_bad
             raise DataError(
@@ -140,10 +140,10 @@ class StepResults:
 
 def non_finite_advice(precision: str, clip: float) -> str:
     """What to change if loss or gradients stay non-finite."""
-    ways = ["lower optim.lr", "check the loss and the data for extreme values and for divisions by zero"]
+    fixes = ["lower optim.lr", "check the loss and the data for extreme values and for divisions by zero"]
     if clip == 0:
-        ways.insert(1, "set optim.clip = 1.0")
+        fixes.insert(1, "set optim.clip = 1.0")
     if precision in ("bf16", "fp16"):
-        ways.append(f"train in float32 to see whether {precision} is the cause")
-    text = ", ".join(ways[:-1]) + f", or {ways[-1]}"
+        fixes.append(f"train in float32 to see whether {precision} is the cause")
+    text = ", ".join(fixes[:-1]) + f", or {fixes[-1]}"
     return f"{text[0].upper()}{text[1:]}."

@@ -1,7 +1,8 @@
 """Publishes the phase of a step that a worker is in, and measures the worker's own compute time.
 
-The step calls ``begin`` when it opens, ``enter`` at each phase, ``start`` when its data is there, ``tick`` after each
-micro-batch, ``stop`` after the last, ``tell`` when it is committed; the agent reads all of it from outside.
+The step calls ``begin`` when it opens, ``enter_phase`` at each phase, ``start`` when its data is there,
+``micro_batch_done`` after each micro-batch, ``stop`` after the last, ``report_times`` when it is committed; the agent
+reads all of it from outside.
 
 [Note: own time] A slow rank makes all others wait, so step times do not show which rank is slow. What is measured is
 forward and backward without the time spent waiting for others:
@@ -32,8 +33,8 @@ from closeranks.agent.detection.progress import WorkerPhase
 from closeranks.core.system.linux import ThreadClock
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient
 
-_NUM_OWN = 1000
-"""Steps for which a rank keeps its own time."""
+_NUM_TIMES = 1000
+"""Steps for which a rank keeps its own compute time."""
 
 
 class Stopwatch(Protocol):
@@ -56,17 +57,17 @@ class CpuStopwatch:
     def __init__(self, clock: Callable[[], float], close: Callable[[], None] = lambda: None) -> None:
         self._clock, self.close = clock, close
         self._started_at = 0.0
-        self._taken: list[float] = []
+        self._times: list[float] = []
 
     def start(self) -> None:
         self._started_at = self._clock()
 
     def stop(self, num_micro: int) -> None:
-        self._taken.append((self._clock() - self._started_at) / num_micro)
+        self._times.append((self._clock() - self._started_at) / num_micro)
 
     def pop_times(self) -> Sequence[float]:
-        taken, self._taken = self._taken, []
-        return taken
+        times, self._times = self._times, []
+        return times
 
 
 class CudaStopwatch:
@@ -86,12 +87,12 @@ class CudaStopwatch:
             self._started = None
 
     def pop_times(self) -> Sequence[float]:
-        taken = []
+        times = []
         while self._pending and self._pending[0][1].query():
             first, last, num_micro = self._pending.popleft()
             self._idle += (first, last)
-            taken.append(first.elapsed_time(last) / 1000 / num_micro)
-        return taken
+            times.append(first.elapsed_time(last) / 1000 / num_micro)
+        return times
 
     def close(self) -> None: ...
 
@@ -114,11 +115,11 @@ class NullStopwatch:
     def close(self) -> None: ...
 
 
-def make_stopwatch(device: torch.device, *, is_apart: bool) -> Stopwatch:
-    """See [Note: own time]. ``is_apart``: no rank waits for another within forward and backward."""
+def make_stopwatch(device: torch.device, *, is_independent: bool) -> Stopwatch:
+    """See [Note: own time]. ``is_independent``: no rank waits for another within forward and backward."""
     if device.type == "cuda":
-        return CudaStopwatch() if is_apart else NullStopwatch()
-    if is_apart:
+        return CudaStopwatch() if is_independent else NullStopwatch()
+    if is_independent:
         return CpuStopwatch(time.perf_counter)
     clock = ThreadClock()
     return CpuStopwatch(clock, clock.close)
@@ -127,14 +128,16 @@ def make_stopwatch(device: torch.device, *, is_apart: bool) -> Stopwatch:
 class StepTimer:
     """The progress and the times of one worker's steps."""
 
-    def __init__(self, overseer: AgentClient | None, watch: Stopwatch, *, lane: int = 0, is_even: bool = True) -> None:
+    def __init__(
+        self, agent_client: AgentClient | None, stopwatch: Stopwatch, *, lane: int = 0, is_even: bool = True
+    ) -> None:
         """``lane``: ranks with the same lane do the same work. ``is_even``: all ranks process micro-batches in step, so
         their counts can be compared."""
-        self._overseer = overseer or StandaloneClient()
-        self._watch = watch
+        self._agent_client = agent_client or StandaloneClient()
+        self._stopwatch = stopwatch
         self._lane, self._is_even = lane, is_even
         self._step, self._phase = -1, WorkerPhase.START
-        self._own: deque[float] = deque(maxlen=_NUM_OWN)
+        self._compute_times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._compiler = _Compiler(self)
 
     def begin(self, step: int) -> None:
@@ -144,7 +147,7 @@ class StepTimer:
 
     def enter_phase(self, phase: WorkerPhase) -> None:
         self._phase = phase
-        self._overseer.progress(self._step, phase)
+        self._agent_client.progress(self._step, phase)
 
     @contextmanager
     def in_phase(self, phase: WorkerPhase) -> Iterator[None]:
@@ -158,37 +161,37 @@ class StepTimer:
 
     def start(self) -> None:
         self.enter_phase(WorkerPhase.COMPUTE)
-        self._watch.start()
+        self._stopwatch.start()
 
     def micro_batch_done(self) -> None:
-        self._overseer.micro_batch_done(counts=self._is_even)
+        self._agent_client.micro_batch_done(counts=self._is_even)
 
     def stop(self, num_micro: int) -> None:
         """All micro-batches are done. Until the commit, time is spent in the user's loop."""
-        self._watch.stop(num_micro)
+        self._stopwatch.stop(num_micro)
         self.enter_phase(WorkerPhase.HOOK)
 
     def report_times(self) -> None:
-        for seconds in self._watch.pop_times():
-            self._overseer.note_compute_time(seconds, self._lane)
-            self._own.append(seconds)
+        for seconds in self._stopwatch.pop_times():
+            self._agent_client.note_compute_time(seconds, self._lane)
+            self._compute_times.append(seconds)
 
     def pop_compute_s(self) -> float:
         """Median of this rank's own seconds per micro-batch since the last call; 0: none was measured."""
-        own, self._own = list(self._own), deque(maxlen=_NUM_OWN)
-        return median(own) if own else 0.0
+        times, self._compute_times = list(self._compute_times), deque(maxlen=_NUM_TIMES)
+        return median(times) if times else 0.0
 
     def close(self) -> None:
         self._compiler.close()
-        self._watch.close()
+        self._stopwatch.close()
 
 
 class _Compiler:
     """Makes a compilation in the middle of a run a phase of its own, so that a step that takes a minute to compile is
     not taken for a hang. Active only if the compiler is imported already; importing it costs seconds."""
 
-    def __init__(self, pace: StepTimer) -> None:
-        self._pace = pace
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
         self._stack: list[Any] = []
         self._handler = sys.modules["torch._dynamo.callback"].callback_handler if _is_loaded() else None
         if self._handler is not None:
@@ -196,7 +199,7 @@ class _Compiler:
             self._handler.register_end_callback(self._end)
 
     def _begin(self, *_: object) -> None:
-        self._stack.append(inside := self._pace.in_phase(WorkerPhase.COMPILE))
+        self._stack.append(inside := self._timer.in_phase(WorkerPhase.COMPILE))
         inside.__enter__()
 
     def _end(self, *_: object) -> None:

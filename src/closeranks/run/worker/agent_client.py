@@ -49,11 +49,11 @@ class AgentClient(Protocol):
 
 
 class StandaloneClient:
-    """Used without an agent, when a shell or a scheduler started the process: requests are signals, once ``listen`` was
-    called."""
+    """Used without an agent, when a shell or a scheduler started the process: requests are signals, once
+    ``install_signal_handlers`` was called."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
-        self._asked = PendingRequests()
+        self._pending = PendingRequests()
         self.end_reason = "drained"
         """Why a drain was requested: ``drained`` by a scheduler, ``interrupted`` by Ctrl-C, ``disconnected`` by the
         loss of the terminal."""
@@ -66,13 +66,13 @@ class StandaloneClient:
         Called when training is about to start: before that there is nothing to save and a signal should end the process
         at once, even while torch waits for other ranks, which no Python handler can interrupt.
         """
-        for number in _HEARD:
+        for number in _SIGNALS:
             if not is_sighup_ignored(number):
                 signal.signal(number, self._on_signal)
-        os.register_at_fork(after_in_child=_be_ordinary)
+        os.register_at_fork(after_in_child=_restore_default_handlers)
 
     def poll(self) -> frozenset[RunRequest]:
-        return self._asked.take()
+        return self._pending.take()
 
     def progress(self, step: int, phase: int) -> None:
         return None
@@ -93,9 +93,9 @@ class StandaloneClient:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._asked.add(SAVE)
+            self._pending.add(SAVE)
             return
-        self._asked.add(DRAIN)
+        self._pending.add(DRAIN)
         if number == signal.SIGHUP:
             self.end_reason = "disconnected"
         if number == signal.SIGINT:  # a second Ctrl-C interrupts at once
@@ -103,22 +103,22 @@ class StandaloneClient:
             signal.signal(number, signal.default_int_handler)
 
 
-_HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def _be_ordinary() -> None:
+def _restore_default_handlers() -> None:
     """In a process forked by a worker: restore the default signal handlers, so that a signal ends it as usual."""
-    for number in _HEARD:
+    for number in _SIGNALS:
         if not is_sighup_ignored(number):
             signal.signal(number, signal.SIG_DFL)
 
 
-class _Place:
+class _WorkerSetup:
     """What the worker's entry point knows before any session is opened."""
 
     link: WorkerLink | None = None
-    overseer: AgentClient | None = None
-    shelf: SnapshotPaths = SnapshotPaths()
+    agent_client: AgentClient | None = None
+    snapshot_paths: SnapshotPaths = SnapshotPaths()
     folder: Path | None = None
     """The launcher's folder, with its logs; the first session that names no folder writes there too."""
 
@@ -126,34 +126,35 @@ class _Place:
 def configure_worker(
     *,
     link: WorkerLink | None = None,
-    overseer: AgentClient | None = None,
+    agent_client: AgentClient | None = None,
     folder: Path | None = None,
-    shelf: SnapshotPaths | None = None,
+    snapshot_paths: SnapshotPaths | None = None,
 ) -> None:
-    """Called once by the worker's entry point. ``shelf``: paths of the snapshot memory, if no link provides them."""
-    _Place.link, _Place.folder = link, folder
-    _Place.overseer = overseer or link
-    if shelf is None and link is not None:
-        shelf = SnapshotPaths(tuple(tuple(box) for box in link.snapshot_paths), link.world.local_rank)
-    _Place.shelf = shelf or SnapshotPaths()
+    """Called once by the worker's entry point. ``snapshot_paths``: of the snapshot memory, if no link provides them."""
+    _WorkerSetup.link, _WorkerSetup.folder = link, folder
+    _WorkerSetup.agent_client = agent_client or link
+    if snapshot_paths is None and link is not None:
+        snapshot_paths = SnapshotPaths(tuple(tuple(slots) for slots in link.snapshot_paths), link.world.local_rank)
+    _WorkerSetup.snapshot_paths = snapshot_paths or SnapshotPaths()
 
 
 def take_snapshot_paths() -> SnapshotPaths:
     """The snapshot memory for the next session of this process; empty if there is none."""
-    shelf, _Place.shelf = _Place.shelf, replace(_Place.shelf, run=_Place.shelf.run + 1)
-    return shelf
+    paths = _WorkerSetup.snapshot_paths
+    _WorkerSetup.snapshot_paths = replace(paths, run=paths.run + 1)
+    return paths
 
 
 def current_link() -> WorkerLink | None:
-    return _Place.link
+    return _WorkerSetup.link
 
 
 def current_agent_client() -> AgentClient | None:
     """None in a script that none of our commands started."""
-    return _Place.overseer
+    return _WorkerSetup.agent_client
 
 
 def take_folder() -> Path | None:
     """The launcher's folder, returned once: a script's second session gets a folder of its own."""
-    folder, _Place.folder = _Place.folder, None
+    folder, _WorkerSetup.folder = _WorkerSetup.folder, None
     return folder

@@ -47,8 +47,8 @@ def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     sys.path.insert(0, str(Path(payload["script"]).resolve().parent))
     try:
         runpy.run_path(payload["script"], run_name="__main__")
-    except SystemExit as leave:  # which is how many scripts end: sys.exit(main())
-        if leave.code:
+    except SystemExit as error:  # which is how many scripts end: sys.exit(main())
+        if error.code:
             raise
     return 0
 
@@ -82,18 +82,18 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
     """
     world, failure, session = detect_world(), "", None
     with ProgressDisplay(log_every=job.telemetry.log_every) as progress:
-        overseer = StandaloneClient(progress.handle)
-        configure_worker(overseer=overseer)
+        client = StandaloneClient(progress.handle)
+        configure_worker(agent_client=client)
         try:
             wait_for_all_ranks(world)  # before anything can fail: failed ranks are counted there
             session = Session.from_job(_named(job, Path(job_file).stem))
-            overseer.install_signal_handlers()
+            client.install_signal_handlers()
             result = run_session(session)
         except Exception as error:
-            account = describe_failure(error, world, session.num_done if session else 0)
-            print_error(account, report_turn(error, world, count_failure(world)))
-            failure = str(account)
-            return account.exit_code
+            described = describe_failure(error, world, session.num_done if session else 0)
+            print_error(described, report_turn(error, world, count_failure(world)))
+            failure = str(described)
+            return described.exit_code
         finally:
             if session and world.is_lead and job.telemetry.report:
                 write_pages(
@@ -101,7 +101,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
                 )
     if not world.is_lead or result.reason != "drained":
         return 0
-    ending = ENDINGS[overseer.end_reason](
+    ending = ENDINGS[client.end_reason](
         f"stopped at step {result.steps}", f"Resume via checkpoint.resume={result.folder}."
     )
     print_error(ending, ReportTurn.NOW)

@@ -18,33 +18,33 @@ from closeranks.agent.detection.failure import is_consequence, plain_message
 from closeranks.core.errors import CloseranksError, ConfigError, RunFailed
 from closeranks.core.world import World
 
-_LEAD_FIRST_S = 5.0
+_RANK_0_FIRST_S = 5.0
 """How long a rank that cannot ask the others lets rank 0 print first, which has most likely hit the same error."""
 
 
 STORE_LOST = 0
-"""The ``place`` of a rank that failed after the store was lost, and rank 0 with it."""
+"""The ``failure_number`` of a rank that failed after the store was lost, and rank 0 with it."""
 
 
 class ReportTurn(Enum):
     NOW = "now"
-    AFTER_THE_LEAD = "after the lead"
+    AFTER_THE_LEAD = "after rank 0"
     NEVER = "never"
-    LEAVE_LATE = "never, and not before the lead had its say"
+    LEAVE_LATE = "never, and exit only after rank 0 has printed"
 
 
-def report_turn(error: BaseException, world: World, place: int | None) -> ReportTurn:
-    """When this rank may print its error. ``place``: 1 for the first rank that failed, 2 for the second, and so on;
-    None before there was a store to count with.
+def report_turn(error: BaseException, world: World, failure_number: int | None) -> ReportTurn:
+    """When this rank may print its error. ``failure_number``: 1 for the first rank that failed, 2 for the second, and
+    so on; None before there was a store to count with.
 
     Without a store rank 0 prints for all. An error in the job is the same on every rank; any other may occur on this
     host only (a file that is missing here), so it is printed late rather than never. A rank 0 that has exited has
     printed its error, unless it was killed: then rank 1 reports the loss.
     """
-    if place == STORE_LOST:
+    if failure_number == STORE_LOST:
         return ReportTurn.NOW if world.rank == 1 and is_consequence(error) else ReportTurn.NEVER
-    if place is not None:
-        return ReportTurn.NOW if place == 1 else ReportTurn.NEVER
+    if failure_number is not None:
+        return ReportTurn.NOW if failure_number == 1 else ReportTurn.NEVER
     if world.is_lead:
         return ReportTurn.NOW
     return ReportTurn.LEAVE_LATE if isinstance(error, ConfigError) else ReportTurn.AFTER_THE_LEAD
@@ -62,10 +62,10 @@ def describe_failure(error: BaseException, world: World, num_done: int) -> Close
     return RunFailed(f"rank {world.rank} failed after step {num_done}:\n{text}", rank=world.rank)
 
 
-def print_error(account: CloseranksError, turn: ReportTurn) -> None:
+def print_error(error: CloseranksError, turn: ReportTurn) -> None:
     if turn in (ReportTurn.AFTER_THE_LEAD, ReportTurn.LEAVE_LATE):
         # The launcher sends SIGTERM once rank 0 has printed its error and exited.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(account.exit_code))
-        time.sleep(_LEAD_FIRST_S)
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(error.exit_code))
+        time.sleep(_RANK_0_FIRST_S)
     if turn in (ReportTurn.NOW, ReportTurn.AFTER_THE_LEAD):
-        print(f"closeranks: {account}", file=sys.stderr, flush=True)
+        print(f"closeranks: {error}", file=sys.stderr, flush=True)

@@ -71,17 +71,17 @@ def _num_cores() -> int:
 def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, folder: Path) -> RunStarted:
     """``known``: fields that were measured while the run was built."""
     context, model = engine.context, engine.model
-    name, layout, said = device_name(context.device), context.layout, dict(known)
-    is_spread = layout.zero > 0 or layout.tensor > 1 or layout.pipeline > 1  # no rank holds the whole state
-    for own in engine.components.phases["started"]:
-        said |= own()
+    name, layout, fields = device_name(context.device), context.layout, dict(known)
+    is_sharded = layout.zero > 0 or layout.tensor > 1 or layout.pipeline > 1  # no rank holds the whole state
+    for get_fields in engine.components.phases["started"]:
+        fields |= get_fields()
     return RunStarted(
         rank=context.world.rank,
         world_size=context.world.size,
         generation=context.world.generation,
         first_step=first_step,
         last_step=context.schedule.num_steps,
-        layout=str(layout) if is_spread else "",
+        layout=str(layout) if is_sharded else "",
         device=name,
         precision=model.precision.name,
         num_params=model.applied.num_params,
@@ -94,5 +94,5 @@ def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, fol
         rate=describe_lr_scaling(context.job.optim, context.job.train.global_batch, context.schedule.num_steps),
         global_batch=context.schedule.global_batch,
         micro_batch=context.schedule.micro_batch,
-        **said,
+        **fields,
     )

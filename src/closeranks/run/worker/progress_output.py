@@ -22,20 +22,20 @@ def connect_agent_client(
 ) -> AgentClient:
     """The agent client of this session: that of an agent or a launcher, or a standalone one. It receives the events
     that rank 0 records."""
-    overseer = current_agent_client() or standalone_client(folder, telemetry, world)
+    client = current_agent_client() or standalone_client(folder, telemetry, world)
     if world.is_lead:
-        recorder.add_sink(lambda event: overseer.send_event(encode(event)))
-    return overseer
+        recorder.add_sink(lambda event: client.send_event(encode(event)))
+    return client
 
 
 def standalone_client(folder: Path, telemetry: TelemetryConfig, world: World) -> AgentClient:
     """The client of a session without an agent."""
     if world.launcher == "testing" or not world.is_lead:
         return StandaloneClient()
-    return StandaloneClient(_Narrator(folder, telemetry).handle)
+    return StandaloneClient(_ProgressOutput(folder, telemetry).handle)
 
 
-class _Narrator:
+class _ProgressOutput:
     def __init__(self, folder: Path, telemetry: TelemetryConfig) -> None:
         self._folder, self._telemetry = folder, telemetry
         self._progress = ProgressDisplay(log_every=telemetry.log_every)

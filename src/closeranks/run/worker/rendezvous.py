@@ -61,8 +61,8 @@ def wait_for_all_ranks(world: World) -> None:
 
 
 def count_failure(world: World) -> int | None:
-    """How many ranks have failed so far, including this one; LOST if the store does not answer, None if it was never
-    opened."""
+    """How many ranks have failed so far, including this one; STORE_LOST if the store does not answer, None if it was
+    never opened."""
     if not launcher_store.cache_info().currsize:
         return None
     host, _, port = world.store.rpartition(":")

@@ -43,13 +43,13 @@ from closeranks.run.worker import generation_cache
 from closeranks.run.worker.process_setup import started_event
 
 _SEQ_LEN, _MICRO_BATCH = 16, 2
-_OURS = ("digits", "pairs")
+_SMALL_MODELS = ("digits", "pairs")
 """Models that are small enough to be used as they are, with their own data."""
-_KEPT = ("dropout", "attention", "tied")
+_MODEL_KEYS = ("dropout", "attention", "tied")
 _DEVICES = ("nvidia", "kfd", "dxg")
 """How the kernel names accelerators: NVIDIA's, AMD's, and any under Windows."""
-_LEAVE_S = 5.0
-_LATE = (
+_THREAD_EXIT_S = 5.0
+_LATE_IMPORTS = (
     "torch._inductor.compile_fx",
     "torch._inductor.codegen.memory_planning",
     "torch._inductor.fx_passes.apply_gumbel_max_trick",
@@ -67,7 +67,7 @@ _LATE = (
     "triton.tools.tensor_descriptor",
 )
 """What torch.compile imports only in the middle of its first graph."""
-_FINDERS = (
+_CACHED_LOOKUPS = (
     ("torch._dynamo.backends.registry", "_lazy_import"),
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("torch._inductor.codecache", "torch_key"),
@@ -94,15 +94,15 @@ def warm_up_compiler() -> None:
     triton's version and, when it compiles for the CPU, probe the CPU's features with a program for each. With a warm
     cache that is most of the first compiled step. Not every version of torch has all of these: missing ones are
     skipped."""
-    for name in (*_LATE, *_patterns()):
+    for name in (*_LATE_IMPORTS, *_patterns()):
         with suppress(ImportError, AttributeError):
             importlib.import_module(name)
-    finders = list(_FINDERS)
+    lookups = list(_CACHED_LOOKUPS)
     if not _has_devices():
-        finders.append(("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"))
-    for name, finder in finders:
+        lookups.append(("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"))
+    for name, lookup in lookups:
         with suppress(ImportError, AttributeError):
-            getattr(importlib.import_module(name), finder)()
+            getattr(importlib.import_module(name), lookup)()
 
 
 def _patterns() -> Iterator[str]:
@@ -136,8 +136,8 @@ def warmup_jobs(job: Job) -> list[Job]:
 
 def small_job(job: Job) -> Job:
     """The job, without its size, its files, and what it names: the user's models and data, and parameters."""
-    ways = {"data": 4, "shard": 2} if job.layout.shard else {"data": 2}
-    layout = job.layout.model_copy(update={**ways, "schedule": "1f1b"})  # others receive between stages of one rank
+    axes = {"data": 4, "shard": 2} if job.layout.shard else {"data": 2}
+    layout = job.layout.model_copy(update={**axes, "schedule": "1f1b"})  # others receive between stages of one rank
     tables = {**job.model_dump(), "layout": layout.model_dump(), "checkpoint": {"save": False}}
     tables["run"] = {"seed": job.run.seed, "device": "cpu"}
     tables["optim"]["groups"] = ()
@@ -145,14 +145,14 @@ def small_job(job: Job) -> Job:
     num_samples = _MICRO_BATCH * layout.data * max(2, layout.pipeline)
     size = {"steps": 1, "epochs": None, "micro_batch": _MICRO_BATCH, "global_batch": num_samples}
     tables["train"] |= {**size, "compile": False}
-    if job.model.name not in _OURS:
-        kept = {key: tables["model"][key] for key in _KEPT if key in tables["model"]}
+    if job.model.name not in _SMALL_MODELS:
+        kept = {key: tables["model"][key] for key in _MODEL_KEYS if key in tables["model"]}
         tables["model"] = {"name": "llama", "preset": "tiny", "num_layers": max(2, layout.pipeline), **kept}
         tables["data"] = {"name": "text", "seq_len": _SEQ_LEN}
     return Job.model_validate(tables)
 
 
-class _Nothing:
+class _DummySource:
     """A data source with as many samples as a step takes, all equal."""
 
     identity = "nothing"
@@ -170,11 +170,13 @@ class _Nothing:
 def run_dummy_step(job: Job) -> None:
     """Run one step as rank 0, from the build to a snapshot of the state."""
     size = layout_for(job, 0).num_ranks
-    source = open_source(job.data, "train", 0) if job.model.name in _OURS else _Nothing(job.train.global_batch)
-    ingredients = RunInputs(spec_for(job.model, seq_len=job.data.seq_len), source, None)
+    source = (
+        open_source(job.data, "train", 0) if job.model.name in _SMALL_MODELS else _DummySource(job.train.global_batch)
+    )
+    inputs = RunInputs(spec_for(job.model, seq_len=job.data.seq_len), source, None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        built = build(job, World(0, size, 0, size), ingredients)
+        built = build(job, World(0, size, 0, size), inputs)
         engine = built.engine
         try:
             started_event(engine, built.started_fields, 0, Path())
@@ -183,7 +185,7 @@ def run_dummy_step(job: Job) -> None:
             step = Step(engine, 0)
             step.run()
             step.commit()
-            _keep_and_recall(built.state)
+            _snapshot_and_restore(built.state)
         finally:
             engine.batches.close()
             engine.context.world_group.close()
@@ -191,23 +193,23 @@ def run_dummy_step(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def _keep_and_recall(state: RunState) -> None:
+def _snapshot_and_restore(state: RunState) -> None:
     """Take a snapshot of the state into private memory, and restore it. Does not use ``restore_generation``, which
     counts the sessions of a process."""
-    with ExitStack() as opened:
-        paths = [_memory(opened), _memory(opened)]
-        capture, keeper = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))
-        opened.callback(keeper.close)
-        opened.callback(capture.close)
-        about, tree = SlotHeader(0, 1, "stand-in", 1), json.dumps(state.checkpoint_tree(1)).encode()
-        capture.begin(state.tensors(), keeper.snapshot(about, tree))
-        keeper.wait()
+    with ExitStack() as stack:
+        paths = [_memory(stack), _memory(stack)]
+        capture, writer = Capture(), SnapshotWriter(SnapshotDestinations(own=(paths[0], paths[1])))
+        stack.callback(writer.close)
+        stack.callback(capture.close)
+        header, tree = SlotHeader(0, 1, "stand-in", 1), json.dumps(state.checkpoint_tree(1)).encode()
+        capture.begin(state.tensors(), writer.snapshot(header, tree))
+        writer.wait()
         state.restore(SnapshotReader([SealedSlot(paths[0])]))
 
 
-def _memory(opened: ExitStack) -> str:
+def _memory(stack: ExitStack) -> str:
     fd = os.memfd_create("closeranks-warm", os.MFD_CLOEXEC)
-    opened.callback(os.close, fd)
+    stack.callback(os.close, fd)
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -236,6 +238,6 @@ def preserve_process_state() -> Iterator[None]:
 def _await_threads(number: int) -> None:
     """Wait until joined threads are gone: one may live on in the kernel for a moment, and a fork would lose it
     half-way."""
-    deadline = time.monotonic() + _LEAVE_S
+    deadline = time.monotonic() + _THREAD_EXIT_S
     while num_threads() > number and time.monotonic() < deadline:
         time.sleep(0.001)
