@@ -191,7 +191,7 @@ def killed_at(label: str, passing: int, boxes: tuple[str, ...], beside: tuple[st
     child = os.fork()
     if not child:
         try:
-            failpoints._DEATH = (label, passing)
+            failpoints._REQUESTED = (label, passing)
             keep(boxes, 7, turns=3, beside=beside)
         finally:
             os._exit(0)

@@ -54,7 +54,7 @@ def in_child(name, death):
     shutil.copytree(good, place)
     child = os.fork()
     if not child:
-        failpoints._DEATH = death
+        failpoints._REQUESTED = death
         where = saving.settings(place / "near", remote=str(place / "far"), keep_last=2)
         saving.save(saving.order(4), where)
         counts = {"points": list(failpoints.FAILPOINTS), "seen": failpoints._SEEN}

@@ -48,7 +48,7 @@ class WritersDie(Patient):
     LAST, STOP = 7, 8
 
     def on_start(self, session: Session) -> None:
-        failpoints._DEATH = None
+        failpoints._REQUESTED = None
         notes, last_words = session.folder / f"deaths-{session.world.rank}", WriterClient._last_words
 
         def noted(courier: WriterClient) -> str:

@@ -122,7 +122,7 @@ def live(case: Case) -> dict[str, Any]:
     for rank, label in case.deaths:
         if rank == world.rank and not label.startswith("step:"):
             name, _, passing = label.partition(":")
-            failpoints._DEATH = (name, int(passing or 1))
+            failpoints._REQUESTED = (name, int(passing or 1))
     client = Asking(case)
     configure_worker(agent_client=client, snapshot_paths=SnapshotPaths(case.boxes(host), local))
     session = buffered(case, world.rank) if case.is_buffered else told(case, world.rank)

@@ -83,7 +83,7 @@ class PipelineSpec(Protocol):
         once for all of its units; None if there is nothing."""
         ...
 
-    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, beside: Any = None) -> Tensor:
+    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, shared: Any = None) -> Tensor:
         """Run unit ``number``; the random stream is keyed by it. ``module`` may lack units of other stages."""
         ...
 

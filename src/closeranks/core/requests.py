@@ -36,11 +36,11 @@ _order: list[RunRequest] = []
 _weights: dict[RunRequest, tuple[int, float]] = {}
 
 
-def define(kind: str, *, stays: bool = True) -> RunRequest:
+def define(kind: str, *, is_sticky: bool = True) -> RunRequest:
     """A new kind of request. Every process of a job must define the same kinds in the same order."""
     if len(_order) == NUM_SLOTS * _KINDS_PER_SLOT:
         raise ValueError(f"the vote has room for {len(_order)} kinds of requests: there is none left for '{kind}'")
-    request = REQUESTS.register(kind)(RunRequest(kind, stays))
+    request = REQUESTS.register(kind)(RunRequest(kind, is_sticky))
     digit, slot = divmod(len(_order), NUM_SLOTS)
     _weights[request] = (slot, float(1 << _BITS * digit))
     _order.append(request)
@@ -49,7 +49,7 @@ def define(kind: str, *, stays: bool = True) -> RunRequest:
 
 DRAIN = define("drain")
 """Finish the step, save, and end the run. Requested from outside."""
-SAVE = define("save", stays=False)
+SAVE = define("save", is_sticky=False)
 """Save after this step, and continue."""
 STOP = define("stop")
 """Like ``DRAIN``, but requested by the training code itself."""

@@ -88,7 +88,7 @@ def test_a_terminal_that_is_gone_is_like_a_reader_that_left() -> None:
 def test_a_reader_that_does_not_read_holds_nobody_up_for_long(kind: str) -> None:
     """A pager, a stopped terminal, an ssh connection whose other end sleeps: without patience this never returned."""
     reader, writer = os.pipe() if kind == "pipe" else os.openpty()
-    output = StandardStream(writer, required=False, patience_s=0.05)
+    output = StandardStream(writer, required=False, timeout_s=0.05)
     for _ in range(200):
         assert output.write(b"x" * 8191 + b"\n") == 8192
     os.set_blocking(reader, False)

@@ -21,7 +21,7 @@ _PIPE_S = 10.0
 """How long a pipe, such as bash's <(...), may stay silent."""
 
 
-class _UnfitError(ValueError):
+class _UnreadableError(ValueError):
     """What the path leads to is not a job file."""
 
 
@@ -33,7 +33,7 @@ def read_job_file(path: Path) -> JobText:
         return _unread(path, f"no job file at {path}", _nearby(path))
     except IsADirectoryError:
         return _unread(path, f"{path} is a folder, not a job file", _inside(path))
-    except _UnfitError as error:
+    except _UnreadableError as error:
         return _unread(path, f"{path} {error}", "Name a text file of TOML.")
     except (OSError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
@@ -55,7 +55,7 @@ def _read_bounded(path: Path) -> bytes:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise _UnfitError("is a device, not a file")
+            raise _UnreadableError("is a device, not a file")
         return _read_all(fd, is_pipe=stat.S_ISFIFO(mode))
     finally:
         os.close(fd)
@@ -75,10 +75,10 @@ def _read_all(fd: int, *, is_pipe: bool) -> bytes:
             content += piece
             until = time.monotonic() + _PIPE_S
         elif time.monotonic() > until:
-            raise _UnfitError(f"is a pipe into which nothing was written for {_PIPE_S:g} s")
+            raise _UnreadableError(f"is a pipe into which nothing was written for {_PIPE_S:g} s")
         else:
             time.sleep(_POLL_S)
-    raise _UnfitError(f"holds more than the {_MAX_BYTES >> 20} MiB that a job may have")
+    raise _UnreadableError(f"holds more than the {_MAX_BYTES >> 20} MiB that a job may have")
 
 
 def _unread(path: Path, what: str, fix: str) -> JobText:

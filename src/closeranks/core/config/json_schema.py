@@ -12,7 +12,7 @@ from typing import Any
 from closeranks.core.config.table import ConfigTable
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_UNSAYABLE = object()
+_INEXPRESSIBLE = object()
 
 Node = dict[str, Any]
 
@@ -33,8 +33,8 @@ def _cleaned(node: Node, *, is_named: bool = True) -> Node:
         key: value for key, value in node.items() if key not in ("title", "default") or (key == "title" and is_named)
     }
     cleaned = {key: _cleaned_part(key, value) for key, value in kept.items()}
-    default = _sayable(node.get("default", _UNSAYABLE))
-    if default is not _UNSAYABLE:
+    default = _expressible(node.get("default", _INEXPRESSIBLE))
+    if default is not _INEXPRESSIBLE:
         cleaned["default"] = default
     members = [member for member in cleaned.get("anyOf", []) if member != {"type": "null"}]
     if len(members) == 1:
@@ -53,16 +53,16 @@ def _cleaned_part(key: str, value: Any) -> Any:
     return value
 
 
-def _sayable(value: Any) -> Any:
+def _expressible(value: Any) -> Any:
     """A default that both JSON and TOML can express; None inside a table is left out."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return _UNSAYABLE
+        return _INEXPRESSIBLE
     if isinstance(value, dict):
-        pairs = {key: _sayable(child) for key, child in value.items()}
-        return {key: child for key, child in pairs.items() if child is not _UNSAYABLE}
+        pairs = {key: _expressible(child) for key, child in value.items()}
+        return {key: child for key, child in pairs.items() if child is not _INEXPRESSIBLE}
     if isinstance(value, list):
-        elements = [_sayable(child) for child in value]
-        return elements if all(element is not _UNSAYABLE for element in elements) else _UNSAYABLE
+        elements = [_expressible(child) for child in value]
+        return elements if all(element is not _INEXPRESSIBLE for element in elements) else _INEXPRESSIBLE
     return value
 
 
@@ -83,14 +83,14 @@ def _with_sane_union(node: Node, definitions: Node) -> Node:
     pinned = [member["properties"][key].get("const") for member in members] if key else []
     rest = {name: value for name, value in node.items() if name not in ("oneOf", "discriminator")}
     default = node.get("default", {}).get(key)
-    told_apart = [
-        {**reference, **_told_apart(key, constant, pinned, default)}
+    discriminated = [
+        {**reference, **_discriminated(key, constant, pinned, default)}
         for reference, constant in zip(node["oneOf"], pinned, strict=False)
     ]
-    return {**rest, "anyOf": told_apart or node["oneOf"]}
+    return {**rest, "anyOf": discriminated or node["oneOf"]}
 
 
-def _told_apart(key: str, constant: str | None, pinned: list[str | None], default: str | None) -> Node:
+def _discriminated(key: str, constant: str | None, pinned: list[str | None], default: str | None) -> Node:
     if constant is None:
         taken = [name for name in pinned if name is not None]
         return {"properties": {key: {"not": {"enum": taken}}}, "required": [key]}

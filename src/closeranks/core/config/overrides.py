@@ -74,15 +74,15 @@ def _parse(model: type[ConfigTable], text: str, prefix: Parts) -> Iterator[Overr
     if problem:
         yield problem
         return
-    spot = node_at(model, parts)
-    value = _typed(spot, right.strip(), parse_value(right))
-    is_pairs = isinstance(value, str) and spot.holds_keys and not any(o.type in (str, Any) for o in spot.options)
+    node = node_at(model, parts)
+    value = _typed(node, right.strip(), parse_value(right))
+    is_pairs = isinstance(value, str) and node.holds_keys and not any(o.type in (str, Any) for o in node.options)
     if not is_pairs:
         yield Override(parts, value)
         return
     pairs = split_pairs(value)
     if not pairs or not all("=" in pair for pair in pairs):
-        yield _not_pairs(spot, value)
+        yield _not_pairs(node, value)
         return
     for pair in pairs:
         yield from _parse(model, pair, parts)
@@ -106,11 +106,11 @@ def _parse_unset(model: type[ConfigTable], text: str) -> Override | Problem:
     return Override(tuple(parts), None, is_unset=True)
 
 
-def _typed(spot: SchemaNode, text: str, value: Any) -> Any:
+def _typed(node: SchemaNode, text: str, value: Any) -> Any:
     """For keys that hold text, what was typed: ``run.name=7`` is the text 7, unless the key also accepts a number."""
-    kinds = {option.type for option in spot.options}
+    kinds = {option.type for option in node.options}
     takes_value = type(value) in kinds or (isinstance(value, int) and float in kinds) or Any in kinds
-    takes_text = str in kinds or text in spot.choices
+    takes_text = str in kinds or text in node.choices
     return text if takes_text and not takes_value else value
 
 
@@ -136,21 +136,21 @@ def _text_problem(text: str) -> Problem | None:
 
 def _path_problem(model: type[ConfigTable], parts: Parts) -> Problem | None:
     for length in range(1, len(parts)):
-        spot = node_at(model, parts[:length])
-        if spot.options and not spot.holds_keys and not any(option.is_array for option in spot.options):
-            what = f"{spot.place} holds {describe_expected(spot.options)}, so there is no `{parts[length]}` in it"
-            return _problem(dotted_key(parts), what, f"Write {spot.place}={example_value(spot)}")
+        node = node_at(model, parts[:length])
+        if node.options and not node.holds_keys and not any(option.is_array for option in node.options):
+            what = f"{node.place} holds {describe_expected(node.options)}, so there is no `{parts[length]}` in it"
+            return _problem(dotted_key(parts), what, f"Write {node.place}={example_value(node)}")
     return None
 
 
-def _not_pairs(spot: SchemaNode, value: str) -> Problem:
-    key = spot.keys[0] if spot.keys else "key"
+def _not_pairs(node: SchemaNode, value: str) -> Problem:
+    key = node.keys[0] if node.keys else "key"
     what = (
         f"it is a table, and `{value}` is not a list of key=value pairs"
         if value
         else "it is a table, and nothing is set"
     )
-    return _problem(spot.place, what, f'Write {spot.place}.{key}=VALUE, or {spot.place}="{key}=VALUE key=VALUE"')
+    return _problem(node.place, what, f'Write {node.place}.{key}=VALUE, or {node.place}="{key}=VALUE key=VALUE"')
 
 
 def _problem(place: str, what: str, fix: str) -> Problem:

@@ -18,25 +18,25 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Call sequence: ``submit`` from any thread; ``close`` after the last job."""
+    """Call sequence: ``submit`` from any thread; ``close`` after the last task."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Task | None] = SimpleQueue()
-        # A daemon: a process that exits in the middle of a job must not wait for it.
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        # A daemon: a process that exits in the middle of a task must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_started = self._is_closed = False
         self._starting = threading.Lock()
 
-    def submit(self, job: Task) -> None:
-        """Returns at once; the thread starts with the first job. ``RuntimeError`` if the job would never run: no thread
-        can be started, or it has ended."""
+    def submit(self, task: Task) -> None:
+        """Returns at once; the thread starts with the first task. ``RuntimeError`` if the task would never run: no
+        thread can be started, or it has ended."""
         with self._starting:
             if self._is_closed:
                 raise RuntimeError(f"the background {self._thread.name} is closed")
             if not self._is_started:
                 self._thread.start()
                 self._is_started = True
-        self._jobs.put(job)
+        self._tasks.put(task)
 
     def drain(self) -> None:
         """Wait until all jobs submitted so far are done."""
@@ -48,14 +48,14 @@ class BackgroundThread:
         """Wait until all jobs submitted so far are done, or for ``timeout_s``; returns whether they are done."""
         self._is_closed = True
         if self._is_started:
-            self._jobs.put(None)
+            self._tasks.put(None)
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             try:
-                job()
+                task()
             except Exception:
                 _log.exception("a job in the background %s failed", self._thread.name)
-            del job  # it may hold tensors
+            del task  # it may hold tensors

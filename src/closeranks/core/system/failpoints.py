@@ -14,8 +14,8 @@ import signal
 
 from closeranks.core.system.environment import failpoint_folder, requested_failpoint
 
-_DEATH = requested_failpoint()
-_ORDERS = failpoint_folder()
+_REQUESTED = requested_failpoint()
+_FOLDER = failpoint_folder()
 _SEEN: dict[str, int] = {}
 FAILPOINTS: dict[str, str] = {}
 """Every label declared by a module of this process, and its meaning."""
@@ -30,18 +30,18 @@ def declare_failpoint(label: str, meaning: str) -> str:
 def failpoint(label: str) -> None:
     """Kill this process here if the environment names this label, at its n-th passing (``label`` or ``label:2``), or if
     the folder holds a request for it."""
-    if _ORDERS:
-        _obey(label)
-    if _DEATH is None or _DEATH[0] != label:
+    if _FOLDER:
+        _kill_if_requested(label)
+    if _REQUESTED is None or _REQUESTED[0] != label:
         return
     _SEEN[label] = _SEEN.get(label, 0) + 1
-    if _SEEN[label] == _DEATH[1]:
+    if _SEEN[label] == _REQUESTED[1]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _obey(label: str) -> None:
+def _kill_if_requested(label: str) -> None:
     try:
-        os.unlink(os.path.join(_ORDERS, label))
+        os.unlink(os.path.join(_FOLDER, label))
     except FileNotFoundError:
         return
     os.kill(os.getpid(), signal.SIGKILL)

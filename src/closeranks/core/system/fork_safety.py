@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 _MEMORY = "/memfd:closeranks-"
 
 
-class _Own:
+class _Tracked:
     sockets: set[tuple[int, str]]
     is_registered = False
 
 
-_Own.sockets = set()
+_Tracked.sockets = set()
 
 
 def exclude_from_fork(memory: mmap.mmap) -> mmap.mmap:
@@ -41,20 +41,20 @@ def track_sockets() -> Iterator[None]:
         for fd, target in set(_open_files()) - before:
             if target.startswith("socket:"):
                 os.set_inheritable(fd, False)
-                _Own.sockets.add((fd, target))
+                _Tracked.sockets.add((fd, target))
 
 
 def close_in_children() -> None:
     """Close them in every child that this process forks from now on. May be called again."""
-    if not _Own.is_registered:
-        _Own.is_registered = True
-        os.register_at_fork(after_in_child=_give_up)
+    if not _Tracked.is_registered:
+        _Tracked.is_registered = True
+        os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _give_up() -> None:
+def _close_in_child() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd, target in _open_files():
-        if target.startswith(_MEMORY) or (fd, target) in _Own.sockets:
+        if target.startswith(_MEMORY) or (fd, target) in _Tracked.sockets:
             os.dup2(null, fd, inheritable=False)
     os.close(null)
 

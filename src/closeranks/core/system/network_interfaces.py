@@ -12,7 +12,7 @@ import psutil
 from closeranks.core.errors import SetupError
 
 WILDCARDS = ("0.0.0.0", "::", "")
-_FAR = "192.0.2.1"
+_REMOTE_ADDRESS = "192.0.2.1"
 """An address from a network reserved for documentation: the route to it is the default route."""
 
 
@@ -38,7 +38,7 @@ def own_address() -> str:
     """The source address of packets that leave this host; loopback if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_FAR, 9))
+            probe.connect((_REMOTE_ADDRESS, 9))
         except OSError:
             return _first_address()
         return str(probe.getsockname()[0])

@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 READER_GONE = 141
 """Exit status of a command that ended because nobody reads its output: what a shell shows for SIGPIPE."""
-_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.EBADF, errno.ENXIO, errno.ENODEV})
+_DISCONNECTED = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.EBADF, errno.ENXIO, errno.ENODEV})
 """The reader will not come back. Any other error, such as a full disk, may be temporary: later writes are tried."""
 
 
 class StandardStream(io.RawIOBase):
     """One standard stream. ``required``: a write that fails raises, which ends the caller. Otherwise it is dropped.
 
-    ``patience_s``: how long a reader that is connected but does not read (a stopped terminal, a stalled ssh connection,
+    ``timeout_s``: how long a reader that is connected but does not read (a stopped terminal, a stalled ssh connection,
     a pager) may block this process; the bytes it misses are counted and reported when it reads again.
     """
 
-    def __init__(self, fd: int, *, required: bool, patience_s: float | None = None) -> None:
+    def __init__(self, fd: int, *, required: bool, timeout_s: float | None = None) -> None:
         self._fd = fd
         self._required = required
-        self._patience_s = patience_s
-        self._writing_fd = fd if patience_s is None else _nonblocking(fd)
+        self._timeout_s = timeout_s
+        self._writing_fd = fd if timeout_s is None else _nonblocking(fd)
         self._num_missed = 0
 
     @property
@@ -61,16 +61,16 @@ class StandardStream(io.RawIOBase):
         piece = memoryview(data).cast("B")
         try:
             if self._num_missed:
-                self._tell_missed()
+                self._write_missed()
             self._write_all(piece)
         except BlockingIOError:  # a reader is connected but does not read
             self._num_missed += len(piece)
         except OSError as error:
-            self._lose(error)
+            self._handle_error(error)
         return len(piece)
 
     def _write_all(self, piece: memoryview) -> None:
-        left, until = piece, None if self._patience_s is None else time.monotonic() + self._patience_s
+        left, until = piece, None if self._timeout_s is None else time.monotonic() + self._timeout_s
         while left:
             try:
                 left = left[os.write(self._writing_fd, left) :]
@@ -87,18 +87,18 @@ class StandardStream(io.RawIOBase):
         left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
         return bool(poller.poll(left_ms))
 
-    def _tell_missed(self) -> None:
+    def _write_missed(self) -> None:
         text = f"\n[{self._num_missed} bytes were not shown: nobody read them; they are in the run's logs]\n".encode()
         self._write_all(memoryview(text))
         self._num_missed = 0
 
-    def _lose(self, error: OSError) -> None:
-        if error.errno in _GONE or self._required:
+    def _handle_error(self, error: OSError) -> None:
+        if error.errno in _DISCONNECTED or self._required:
             _redirect_to_null(self._fd)
             self._writing_fd = self._fd
         if not self._required:
             return
-        if error.errno in _GONE:
+        if error.errno in _DISCONNECTED:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
         fix = "Free some space, or write somewhere else."
         raise SetupError(f"{self.name.strip('<>')} cannot be written ({error.strerror})", fix) from error
@@ -114,7 +114,7 @@ def open_closed_stdio() -> None:
 
 
 def install_streams(
-    names: Iterable[str] = ("stdout", "stderr"), *, required: bool, patience_s: float | None = None
+    names: Iterable[str] = ("stdout", "stderr"), *, required: bool, timeout_s: float | None = None
 ) -> None:
     """Put a ``StandardStream`` under ``sys.stdout`` and ``sys.stderr``; streams that were replaced (by a notebook, by a
     test) are left alone. Safe to call again."""
@@ -124,20 +124,20 @@ def install_streams(
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the rest of the process
         elif isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _wrapped(stream, {"stdout": 1, "stderr": 2}[name], required, patience_s))
+            setattr(sys, name, _wrapped(stream, {"stdout": 1, "stderr": 2}[name], required, timeout_s))
 
 
-def ignore_broken_pipes(patience_s: float | None = None) -> None:
+def ignore_broken_pipes(timeout_s: float | None = None) -> None:
     """From now on this process survives when its output is no longer read."""
-    install_streams(required=False, patience_s=patience_s)
+    install_streams(required=False, timeout_s=timeout_s)
 
 
-def _wrapped(stream: io.TextIOWrapper, fd: int, required: bool, patience_s: float | None) -> TextIO:
-    output = StandardStream(fd, required=required, patience_s=patience_s)
+def _wrapped(stream: io.TextIOWrapper, fd: int, required: bool, timeout_s: float | None) -> TextIO:
+    output = StandardStream(fd, required=required, timeout_s=timeout_s)
     try:
         stream.flush()
     except OSError as error:
-        if error.errno in _GONE:
+        if error.errno in _DISCONNECTED:
             _redirect_to_null(fd)
     return io.TextIOWrapper(
         io.BufferedWriter(output),

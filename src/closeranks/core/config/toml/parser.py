@@ -75,11 +75,11 @@ def read_toml(text: str, name: str) -> JobText:
             )
             break
         except ValueError as error:
-            fault = _fault(rest, str(error))
-            problems.append(_problem(fault, name))
-            if not fault.is_alone:
+            toml_error = _toml_error(rest, str(error))
+            problems.append(_problem(toml_error, name))
+            if not toml_error.is_alone:
                 break
-            rest = _without_line(rest, fault.line)
+            rest = _without_line(rest, toml_error.line)
     return JobText(name, {}, lines, tuple(problems), is_whole=False)
 
 
@@ -89,7 +89,7 @@ def _without_line(text: str, line: int) -> str:
     return "\n".join(parts)
 
 
-def _fault(text: str, message: str) -> TomlError:
+def _toml_error(text: str, message: str) -> TomlError:
     match = _POSITION.fullmatch(message)
     what = match["what"] if match else message
     sources = text.split("\n")
@@ -125,26 +125,26 @@ def _opening(statement: TomlStatement, sources: list[str]) -> tuple[int, int]:
     return statement.first_line, after_key + len(source[after_key:]) - len(source[after_key:].lstrip()) + 1
 
 
-def _problem(fault: TomlError, name: str) -> Problem:
-    what, fix = _words(fault)
-    shown = fault.source.strip()
+def _problem(toml_error: TomlError, name: str) -> Problem:
+    what, fix = _problem_words(toml_error)
+    shown = toml_error.source.strip()
     shown = shown if len(shown) <= _LONGEST_SHOWN else shown[: _LONGEST_SHOWN - 3] + "..."
-    place = fault.statement.place or f"line {fault.line}"
-    return Problem(place, f"{what} (column {fault.column} of `{shown}`)", fix, f"{name}:{fault.line}")
+    place = toml_error.statement.place or f"line {toml_error.line}"
+    return Problem(place, f"{what} (column {toml_error.column} of `{shown}`)", fix, f"{name}:{toml_error.line}")
 
 
-def _words(fault: TomlError) -> ProblemWords:
+def _problem_words(toml_error: TomlError) -> ProblemWords:
     for start, words in _ANSWERS:
-        if fault.message.startswith(start):
-            return words(fault) if callable(words) else words
-    return fault.message[:1].lower() + fault.message[1:], "Look at this line and the one before it."
+        if toml_error.message.startswith(start):
+            return words(toml_error) if callable(words) else words
+    return toml_error.message[:1].lower() + toml_error.message[1:], "Look at this line and the one before it."
 
 
-def _no_value(fault: TomlError) -> ProblemWords:
-    rest = fault.rest.split("#")[0].strip().rstrip(",")
-    begins_earlier = fault.statement.first_line < fault.line
+def _no_value(toml_error: TomlError) -> ProblemWords:
+    rest = toml_error.rest.split("#")[0].strip().rstrip(",")
+    begins_earlier = toml_error.statement.first_line < toml_error.line
     if begins_earlier:
-        what = f"`{rest}` is not a value of the array that begins on line {fault.statement.first_line}"
+        what = f"`{rest}` is not a value of the array that begins on line {toml_error.statement.first_line}"
         return what, "Close that array with `]`, or put text in quotes."
     if not rest:
         return "there is no value after `=`", "Write a value, or delete the line to keep the default."
@@ -158,42 +158,49 @@ def _no_value(fault: TomlError) -> ProblemWords:
     return f"`{rest}` is not a value", f'Write a number, true or false, or put text in quotes: "{text}".'
 
 
-def _too_much(fault: TomlError) -> ProblemWords:
-    if fault.rest.startswith(("//", ";")):
-        return f"`{fault.rest}` comes after the value", "A comment begins with #."
-    if fault.rest.startswith(","):
+def _too_much(toml_error: TomlError) -> ProblemWords:
+    if toml_error.rest.startswith(("//", ";")):
+        return f"`{toml_error.rest}` comes after the value", "A comment begins with #."
+    if toml_error.rest.startswith(","):
         return "a comma comes after the value", "Delete it: lines of a table need no separator."
-    if fault.statement.is_header:
-        return f"`{fault.rest}` comes after the table header", "Put it on a line of its own."
-    word = re.split(r"[\s,=]", fault.source[: fault.column - 1])[-1] + re.split(r"[\s,#]", fault.rest)[0]
-    if re.match(r"[\w+-]", word) and not fault.rest.startswith(word):
+    if toml_error.statement.is_header:
+        return f"`{toml_error.rest}` comes after the table header", "Put it on a line of its own."
+    word = re.split(r"[\s,=]", toml_error.source[: toml_error.column - 1])[-1] + re.split(r"[\s,#]", toml_error.rest)[0]
+    if re.match(r"[\w+-]", word) and not toml_error.rest.startswith(word):
         return f"`{word}` is not a value", f'Write a plain number, or put text in quotes: "{word}".'
-    what = f"`{fault.rest}` comes after the value"
+    what = f"`{toml_error.rest}` comes after the value"
     return what, "Put text in quotes, write one key on each line, and begin comments with #."
 
 
-def _no_equals(fault: TomlError) -> ProblemWords:
-    if fault.rest.startswith(":"):
+def _no_equals(toml_error: TomlError) -> ProblemWords:
+    if toml_error.rest.startswith(":"):
         return "there is `:` instead of `=`", "Write key = value."
     return "there is no `=` after the key", "Write key = value; a key of several words is joined by _."
 
 
-def _twice(fault: TomlError) -> ProblemWords:
-    before = f"; line {fault.earlier_line} has it already" if fault.earlier_line else ", or is both a key and a table"
-    if fault.statement.is_header:
-        name = fault.statement.text.split("#")[0].strip()
+def _twice(toml_error: TomlError) -> ProblemWords:
+    before = (
+        f"; line {toml_error.earlier_line} has it already"
+        if toml_error.earlier_line
+        else ", or is both a key and a table"
+    )
+    if toml_error.statement.is_header:
+        name = toml_error.statement.text.split("#")[0].strip()
         return f"the table {name} appears a second time{before}", "Keep one header and put all its keys under it."
     return f"this key appears a second time{before}", "Keep one of the two."
 
 
-def _bad_key(fault: TomlError) -> ProblemWords:
-    return ("the table header has no name", "Write [table].") if fault.statement.is_header else _INLINE
+def _bad_key(toml_error: TomlError) -> ProblemWords:
+    return ("the table header has no name", "Write [table].") if toml_error.statement.is_header else _INLINE
 
 
-def _bad_character(fault: TomlError) -> ProblemWords:
-    if "\\n" in fault.message or "\\r" in fault.message:
+def _bad_character(toml_error: TomlError) -> ProblemWords:
+    if "\\n" in toml_error.message or "\\r" in toml_error.message:
         return "the quoted text does not end on its line", "Close it with the same quote that opened it."
-    return f"the text holds the {fault.message[:1].lower()}{fault.message[1:]}", "Delete it; it may not be visible."
+    return (
+        f"the text holds the {toml_error.message[:1].lower()}{toml_error.message[1:]}",
+        "Delete it; it may not be visible.",
+    )
 
 
 _INLINE: ProblemWords = (

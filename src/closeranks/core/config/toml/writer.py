@@ -19,7 +19,7 @@ from closeranks.core.errors import UserError
 Parts = tuple[str | int, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_HALF = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which are not characters."""
 
 
@@ -50,7 +50,7 @@ def _key(key: str) -> str:
 def _plain(value: Any, parts: Parts) -> Any:
     """An equivalent value that tomlkit can write."""
     if isinstance(value, ConfigTable):
-        return {key: _plain(part, (*parts, key)) for key, part in _said(value)}
+        return {key: _plain(part, (*parts, key)) for key, part in _written_fields(value)}
     if isinstance(value, Mapping):
         return {_plain(str(key), parts): _plain(part, (*parts, str(key))) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -58,13 +58,13 @@ def _plain(value: Any, parts: Parts) -> Any:
         return [_plain(part, (*parts, place) if is_tables else parts) for place, part in enumerate(value)]
     if isinstance(value, PurePath):
         return _plain(str(value), parts)
-    if isinstance(value, bool | int | float | date | time) or (isinstance(value, str) and not _HALF.search(value)):
+    if isinstance(value, bool | int | float | date | time) or (isinstance(value, str) and not _SURROGATE.search(value)):
         return value
     what = f"{dotted_key(parts)} holds {value!r}, which a TOML file cannot hold"
     raise UserError(what, "Use text, numbers, true or false, dates, arrays and tables of them.")
 
 
-def _said(table: ConfigTable) -> Iterable[tuple[str, Any]]:
+def _written_fields(table: ConfigTable) -> Iterable[tuple[str, Any]]:
     """TOML has no null, so None is written by omitting the key, which works only where None is also the default."""
     for key, field in type(table).model_fields.items():
         value = getattr(table, key)

@@ -111,26 +111,26 @@ def _(value: None) -> str:
     return "None"
 
 
-def example_value(spot: SchemaNode, value: Any = None) -> str:
+def example_value(node: SchemaNode, value: Any = None) -> str:
     """An acceptable value, as TOML: the one probably meant if it can be guessed, else the default, else a sample."""
-    for found in (_meant(spot, value), _declared(spot), _sample(spot.options)):
+    for found in (_meant(node, value), _declared(node), _sample(node.options)):
         if found is not None and found != ():
             return format_value(found)
     return ""
 
 
-def _declared(spot: SchemaNode) -> Any:
+def _declared(node: SchemaNode) -> Any:
     """The field's own example or default. An element of an array has none, since the field's is the whole array."""
-    if spot.field is None or (spot.parts and isinstance(spot.parts[-1], int)):
+    if node.field is None or (node.parts and isinstance(node.parts[-1], int)):
         return None
-    if spot.field.examples:
-        return spot.field.examples[0]
-    return None if spot.field.is_required() else spot.field.get_default(call_default_factory=True, validated_data={})
+    if node.field.examples:
+        return node.field.examples[0]
+    return None if node.field.is_required() else node.field.get_default(call_default_factory=True, validated_data={})
 
 
-def _meant(spot: SchemaNode, value: Any) -> Any:
+def _meant(node: SchemaNode, value: Any) -> Any:
     """``"200"`` for a number, ``200.0`` for a whole number, ``"True"`` for true or false."""
-    kinds = {option.type for option in spot.options}
+    kinds = {option.type for option in node.options}
     if bool in kinds and isinstance(value, str):
         return _YES_NO.get(value.strip().lower())
     if bool in kinds and value in (0, 1):

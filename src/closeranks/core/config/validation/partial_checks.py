@@ -29,7 +29,7 @@ def run_partial_checks(
     if not checks:
         return []
     broken = {problem.place.partition(".")[0] for problem in problems}
-    job = _sound_part(model, values, broken)
+    job = _valid_part(model, values, broken)
     found: list[Problem] = []
     for check in checks:
         try:
@@ -65,21 +65,21 @@ def _chooses_kind(model: type[ConfigTable], place: str) -> bool:
     return len(owner.tables) > 1 and key == owner.tag_key
 
 
-def _sound_part(model: type[T], values: Mapping[str, Any], broken: set[str]) -> T:
+def _valid_part(model: type[T], values: Mapping[str, Any], broken: set[str]) -> T:
     """A job without its invalid tables: accessing one of those is an AttributeError on the job itself."""
-    sound: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if name in broken:
             continue
         try:
             if name in values:
                 adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
-                sound[name] = adapter.validate_python(values[name])
+                valid[name] = adapter.validate_python(values[name])
             elif not field.is_required():
-                sound[name] = field.get_default(call_default_factory=True, validated_data=sound)
+                valid[name] = field.get_default(call_default_factory=True, validated_data=valid)
         except ValidationError:
             continue
-    job = model.model_construct(**sound)
-    for name in set(model.model_fields) - set(sound):
+    job = model.model_construct(**valid)
+    for name in set(model.model_fields) - set(valid):
         vars(job).pop(name, None)
     return job

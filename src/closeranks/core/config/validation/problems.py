@@ -66,12 +66,12 @@ def problems_of(model: type[ConfigTable], errors: Sequence[ErrorDetails], tree: 
     """One problem per place: the most informative one if a union of types gave several."""
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _TYPE_ERRORS)[:_MAX_ERRORS]:
-        spot = node_of_error(model, error["loc"])
-        source = str(tree.origin_near(spot.place) or "")
+        node = node_of_error(model, error["loc"])
+        source = str(tree.origin_near(node.place) or "")
         details = error.get("ctx", {})
-        fault = InvalidValue(error["type"], spot, error["input"], details, error["msg"], model, source, tree.values)
-        answer = _ANSWERS.get(fault.kind, _other)(fault)
-        place = fault.place if answer.place is None else answer.place
+        invalid = InvalidValue(error["type"], node, error["input"], details, error["msg"], model, source, tree.values)
+        answer = _ANSWERS.get(invalid.kind, _other)(invalid)
+        place = invalid.place if answer.place is None else answer.place
         origin = str(tree.origin_near(place) or "")
         found.setdefault(place, Problem(place or "job", answer.what, answer.fix, origin))
     if len(errors) > _MAX_ERRORS:
@@ -79,79 +79,81 @@ def problems_of(model: type[ConfigTable], errors: Sequence[ErrorDetails], tree: 
     return list(found.values())
 
 
-def _wrong_type(fault: InvalidValue) -> ProblemText:
-    spot, value = fault.node, fault.value
-    wanted = describe_expected(spot.options)
+def _wrong_type(invalid: InvalidValue) -> ProblemText:
+    node, value = invalid.node, invalid.value
+    wanted = describe_expected(node.options)
     what = f"expected {wanted}, got {describe_given(value)}"
-    if spot.tables and isinstance(value, list):
-        return ProblemText(what, f"Write [{fault.place}] with single brackets, once.")
-    if spot.tables:
-        key = spot.keys[0]
+    if node.tables and isinstance(value, list):
+        return ProblemText(what, f"Write [{invalid.place}] with single brackets, once.")
+    if node.tables:
+        key = node.keys[0]
         return ProblemText(
-            what, f"Write its keys under [{fault.place}], such as {key} = {example_value(spot.child(key))}."
+            what, f"Write its keys under [{invalid.place}], such as {key} = {example_value(node.child(key))}."
         )
     if wanted == "an array of tables" and isinstance(value, Mapping):
-        return ProblemText(what, f"Write [[{fault.place}]] with double brackets.")
-    return ProblemText(what, fault.write(example_value(spot, value)))
+        return ProblemText(what, f"Write [[{invalid.place}]] with double brackets.")
+    return ProblemText(what, invalid.write(example_value(node, value)))
 
 
-def _missing(fault: InvalidValue) -> ProblemText:
-    spot = fault.node
-    if isinstance(spot.parts[-1], int):
-        array = node_at(fault.model, spot.parts[:-1])
-        what = f"expected {describe_expected(array.options)}, got {describe_given(fault.value)}"
-        return ProblemText(what, fault.write(example_value(array), array.place), array.place)
-    if spot.tables:
-        return ProblemText(f"the table [{fault.place}] is missing", f"Add [{fault.place}]{_needed_keys(spot)}.")
-    return ProblemText(f"it must be set{_help(spot)}", fault.write(example_value(spot)))
+def _missing(invalid: InvalidValue) -> ProblemText:
+    node = invalid.node
+    if isinstance(node.parts[-1], int):
+        array = node_at(invalid.model, node.parts[:-1])
+        what = f"expected {describe_expected(array.options)}, got {describe_given(invalid.value)}"
+        return ProblemText(what, invalid.write(example_value(array), array.place), array.place)
+    if node.tables:
+        return ProblemText(f"the table [{invalid.place}] is missing", f"Add [{invalid.place}]{_needed_keys(node)}.")
+    return ProblemText(f"it must be set{_help(node)}", invalid.write(example_value(node)))
 
 
-def _needed_keys(spot: SchemaNode) -> str:
-    if len(spot.tables) > 1:
-        names = spot.child(spot.tag_key).choices
-        return f" and set {spot.tag_key} to one of {', '.join(str(name) for name in names)}" if names else ""
-    needed = [key for key, field in spot.tables[0].model_fields.items() if field.is_required()]
+def _needed_keys(node: SchemaNode) -> str:
+    if len(node.tables) > 1:
+        names = node.child(node.tag_key).choices
+        return f" and set {node.tag_key} to one of {', '.join(str(name) for name in names)}" if names else ""
+    needed = [key for key, field in node.tables[0].model_fields.items() if field.is_required()]
     return f" and set {', '.join(needed)}" if needed else ""
 
 
-def _help(spot: SchemaNode) -> str:
+def _help(node: SchemaNode) -> str:
     """The first line of the field's docstring, for use inside a sentence."""
-    text = (spot.field.description or "").strip().split("\n")[0].rstrip(".") if spot.field else ""
+    text = (node.field.description or "").strip().split("\n")[0].rstrip(".") if node.field else ""
     text = text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
     return f" ({text})" if text else ""
 
 
-def _unknown(fault: InvalidValue) -> ProblemText:
-    *around, key = fault.node.parts
-    owner = fault.node.owner or root_node(fault.model)
-    elsewhere = _tables_with(fault.model, str(key), fault.place)
-    if not around and isinstance(fault.value, Mapping | list):
+def _unknown(invalid: InvalidValue) -> ProblemText:
+    *around, key = invalid.node.parts
+    owner = invalid.node.owner or root_node(invalid.model)
+    elsewhere = _tables_with(invalid.model, str(key), invalid.place)
+    if not around and isinstance(invalid.value, Mapping | list):
         return ProblemText("there is no such table", _near(str(key), owner.keys, "[{}]"))
     if len(elsewhere) in (1, 2):
-        what = f"no such key; `{key}` is a key of {' and '.join(_header(spot) for spot in elsewhere)}"
+        what = f"no such key; `{key}` is a key of {' and '.join(_header(node) for node in elsewhere)}"
         is_single = not isinstance(elsewhere[0].parts[-1], int)
-        return ProblemText(what, fault.write(_shown(fault.value), f"{elsewhere[0].place}.{key}") if is_single else "")
+        return ProblemText(
+            what, invalid.write(_shown(invalid.value), f"{elsewhere[0].place}.{key}") if is_single else ""
+        )
     if not around:
         return ProblemText("it is outside any table, and no table has such a key", _near(str(key), owner.keys, "[{}]"))
-    return ProblemText(f"no such key{_variant(owner, fault)}", _near(str(key), owner.keys))
+    return ProblemText(f"no such key{_variant(owner, invalid)}", _near(str(key), owner.keys))
 
 
 def _tables_with(model: type[ConfigTable], key: str, place: str) -> list[SchemaNode]:
-    return [spot for spot in tables_under(root_node(model)) if key in spot.keys and f"{spot.place}.{key}" != place]
+    return [node for node in tables_under(root_node(model)) if key in node.keys and f"{node.place}.{key}" != place]
 
 
-def _header(spot: SchemaNode) -> str:
-    name = dotted_key(part for part in spot.parts if not isinstance(part, int))
-    return f"[[{name}]]" if isinstance(spot.parts[-1], int) else f"[{name}]"
+def _header(node: SchemaNode) -> str:
+    name = dotted_key(part for part in node.parts if not isinstance(part, int))
+    return f"[[{name}]]" if isinstance(node.parts[-1], int) else f"[{name}]"
 
 
-def _variant(owner: SchemaNode, fault: InvalidValue) -> str:
+def _variant(owner: SchemaNode, invalid: InvalidValue) -> str:
     """A table of several kinds has the keys of the kind that its tag key selected."""
-    whole = node_at(fault.model, owner.parts)
+    whole = node_at(invalid.model, owner.parts)
     if len(whole.tables) < 2:
         return ""
     choices = owner.child(whole.tag_key).choices
-    chosen = choices[0] if choices else _given_at(fault.values, (*owner.parts, whole.tag_key))
+    chosen = choices[0] if choices else _given_at(invalid.values, (*owner.parts, whole.tag_key))
     return f" where {owner.place}.{whole.tag_key} is {chosen or 'your own'}"
 
 
@@ -178,69 +180,71 @@ def _shown(value: Any) -> str:
         return "..."
 
 
-def _not_a_choice(fault: InvalidValue) -> ProblemText:
-    choices = [str(choice) for choice in fault.node.choices]
-    near = closest_match(str(fault.value), choices)
-    what = f"expected one of {', '.join(choices)}, got {describe_given(fault.value)}"
-    return ProblemText(what, f"Did you mean '{near}'?" if near else fault.write(_shown(fault.node.choices[0])))
+def _not_a_choice(invalid: InvalidValue) -> ProblemText:
+    choices = [str(choice) for choice in invalid.node.choices]
+    near = closest_match(str(invalid.value), choices)
+    what = f"expected one of {', '.join(choices)}, got {describe_given(invalid.value)}"
+    return ProblemText(what, f"Did you mean '{near}'?" if near else invalid.write(_shown(invalid.node.choices[0])))
 
 
-def _unknown_tag(fault: InvalidValue) -> ProblemText:
-    spot = fault.node
-    if not isinstance(fault.value, Mapping):
-        return _wrong_type(fault)
-    key = spot.tag_key
-    place = dotted_key((*spot.parts, key))
-    closed = [option.tag for option in spot.options if option.tag and spot.select_member(option.tag).child(key).choices]
-    names = closed or [str(choice) for choice in spot.child(key).choices]
-    own = " Write your own as 'package.module:name'." if len(names) < len(spot.options) else ""
-    if key not in fault.value:
+def _unknown_tag(invalid: InvalidValue) -> ProblemText:
+    node = invalid.node
+    if not isinstance(invalid.value, Mapping):
+        return _wrong_type(invalid)
+    key = node.tag_key
+    place = dotted_key((*node.parts, key))
+    closed = [option.tag for option in node.options if option.tag and node.select_member(option.tag).child(key).choices]
+    names = closed or [str(choice) for choice in node.child(key).choices]
+    own = " Write your own as 'package.module:name'." if len(names) < len(node.options) else ""
+    if key not in invalid.value:
         return ProblemText("it must be set", f"Choose one of {', '.join(names)}.{own}", place)
-    name = fault.value[key]
-    return ProblemText(f"there is no {spot.parts[-1]} '{name}'", f"{_near(str(name), names)}{own}", place)
+    name = invalid.value[key]
+    return ProblemText(f"there is no {node.parts[-1]} '{name}'", f"{_near(str(name), names)}{own}", place)
 
 
 def _out_of_range(words: str, limit: str) -> Callable[[InvalidValue], ProblemText]:
-    def answer(fault: InvalidValue) -> ProblemText:
-        bound = fault.details.get(limit)
+    def answer(invalid: InvalidValue) -> ProblemText:
+        bound = invalid.details.get(limit)
         number = f"{bound:g}" if isinstance(bound, float) and abs(bound) < 1e6 else str(bound)
         kind = "" if limit == "multiple_of" else "a number "
-        fix = fault.write(number) if limit in ("ge", "le") else f"Write {kind}{words} {number}."
-        return ProblemText(f"it must be {words} {number}, but is {_shown(fault.value)}", fix)
+        fix = invalid.write(number) if limit in ("ge", "le") else f"Write {kind}{words} {number}."
+        return ProblemText(f"it must be {words} {number}, but is {_shown(invalid.value)}", fix)
 
     return answer
 
 
-def _wrong_length(fault: InvalidValue) -> ProblemText:
-    if any(option.is_fixed_array for option in fault.node.options):
-        return _wrong_type(fault)
-    least, most = fault.details.get("min_length"), fault.details.get("max_length")
+def _wrong_length(invalid: InvalidValue) -> ProblemText:
+    if any(option.is_fixed_array for option in invalid.node.options):
+        return _wrong_type(invalid)
+    least, most = invalid.details.get("min_length"), invalid.details.get("max_length")
     bound = f"at least {least}" if least is not None else f"at most {most}"
-    unit = "characters" if fault.kind.startswith("string") else "values"
+    unit = "characters" if invalid.kind.startswith("string") else "values"
     return ProblemText(
-        f"it must hold {bound} {unit}, but has {len(fault.value)}", fault.write(example_value(fault.node))
+        f"it must hold {bound} {unit}, but has {len(invalid.value)}", invalid.write(example_value(invalid.node))
     )
 
 
-def _own_words(fault: InvalidValue) -> ProblemText:
+def _own_message(invalid: InvalidValue) -> ProblemText:
     """A validator of a config model words its own message: the first sentence is the problem, the rest is the fix."""
-    text = str(fault.details.get("error") or fault.message).strip()
+    text = str(invalid.details.get("error") or invalid.message).strip()
     what, _, fix = text.partition(". ")
-    key = fault.node.tag_key
-    chosen = fault.value.get(key) if len(fault.node.tables) > 1 and isinstance(fault.value, Mapping) else None
+    key = invalid.node.tag_key
+    chosen = invalid.value.get(key) if len(invalid.node.tables) > 1 and isinstance(invalid.value, Mapping) else None
     is_about_tag = chosen is not None and f"'{chosen}'" in what
-    return ProblemText(what.removesuffix("."), fix, dotted_key((*fault.node.parts, key)) if is_about_tag else None)
+    return ProblemText(what.removesuffix("."), fix, dotted_key((*invalid.node.parts, key)) if is_about_tag else None)
 
 
-def _pattern(fault: InvalidValue) -> ProblemText:
-    return ProblemText(f"{describe_given(fault.value)} does not have the right form ({fault.details.get('pattern')})")
+def _pattern(invalid: InvalidValue) -> ProblemText:
+    return ProblemText(
+        f"{describe_given(invalid.value)} does not have the right form ({invalid.details.get('pattern')})"
+    )
 
 
-def _other(fault: InvalidValue) -> ProblemText:
-    if fault.kind.endswith(("_type", "_parsing")):
-        return _wrong_type(fault)
-    message = fault.message.removeprefix("Input ").rstrip(".")
-    return ProblemText(f"it {message[:1].lower()}{message[1:]}, but is {describe_given(fault.value)}")
+def _other(invalid: InvalidValue) -> ProblemText:
+    if invalid.kind.endswith(("_type", "_parsing")):
+        return _wrong_type(invalid)
+    message = invalid.message.removeprefix("Input ").rstrip(".")
+    return ProblemText(f"it {message[:1].lower()}{message[1:]}, but is {describe_given(invalid.value)}")
 
 
 _TYPE_ERRORS = (
@@ -269,6 +273,6 @@ _ANSWERS: dict[str, Callable[[InvalidValue], ProblemText]] = {
     "string_too_short": _wrong_length,
     "string_too_long": _wrong_length,
     "string_pattern_mismatch": _pattern,
-    "value_error": _own_words,
-    "assertion_error": _own_words,
+    "value_error": _own_message,
+    "assertion_error": _own_message,
 }

@@ -115,24 +115,24 @@ def root_node(model: type[ConfigTable]) -> SchemaNode:
 
 def node_at(model: type[ConfigTable], parts: Parts) -> SchemaNode:
     """The place that a dotted key names."""
-    spot = root_node(model)
+    node = root_node(model)
     for part in parts:
-        spot = spot.child(part)
-    return spot
+        node = node.child(part)
+    return node
 
 
 def node_of_error(model: type[ConfigTable], location: Sequence[str | int]) -> SchemaNode:
     """The place that a validation error names: pydantic includes the tried member of each union in its location."""
-    spot = root_node(model)
+    node = root_node(model)
     steps = iter(location)
     for step in steps:
-        if len(spot.options) > 1:
+        if len(node.options) > 1:
             below = next(steps, None)
             if below is None:
                 break
-            spot, step = spot.select_member(step), below
-        spot = spot.child(step)
-    return spot
+            node, step = node.select_member(step), below
+        node = node.child(step)
+    return node
 
 
 def options_of(annotation: Any) -> tuple[TypeOption, ...]:
@@ -150,10 +150,10 @@ def options_of(annotation: Any) -> tuple[TypeOption, ...]:
     return (TypeOption(annotation),)
 
 
-def tables_under(spot: SchemaNode) -> Iterator[SchemaNode]:
+def tables_under(node: SchemaNode) -> Iterator[SchemaNode]:
     """Every table below a place; an array of tables counts once, by its first element."""
-    for key in spot.keys:
-        child = spot.child(key)
+    for key in node.keys:
+        child = node.child(key)
         below = child.child(0) if any(option.is_array for option in child.options) else child
         if below.tables:
             yield below
