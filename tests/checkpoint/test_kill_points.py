@@ -218,7 +218,7 @@ save_in_store(sys.argv[1], sys.argv[2], 2)
 def opened(place: str, endpoint: str) -> RemoteStorage:
     """With leases that pass soon: the next save waits for that of the one that was killed."""
     terms = LeaseTimes(renew_s=0.3, lease_s=1.0, poll_s=0.05)
-    return RemoteStorage(place, servers.options(endpoint), part_bytes=5 << 20, terms=terms)
+    return RemoteStorage(place, servers.options(endpoint), part_bytes=5 << 20, times=terms)
 
 
 def save_in_store(place: str, endpoint: str, step: int) -> None:

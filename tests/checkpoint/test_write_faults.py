@@ -213,7 +213,7 @@ def test_a_connection_that_is_cut(moto: servers.Server, proxied: Standing, tmp_p
     def opened(place: str) -> LocalStorage | RemoteStorage:
         if place != far:
             return LocalStorage(Path(place))
-        return RemoteStorage(far, servers.options(proxy.endpoint), patience=few, part_bytes=5 << 20)
+        return RemoteStorage(far, servers.options(proxy.endpoint), policy=few, part_bytes=5 << 20)
 
     where = settings(near, remote=far)
     with proxied(moto.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:

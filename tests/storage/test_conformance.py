@@ -39,10 +39,10 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> Itera
     if kind == "local":
         yield lambda: LocalStorage(tmp_path / "checkpoints")
     elif kind == "memory":
-        yield lambda: RemoteStorage(f"memory://{prefix}", patience=SOON, part_bytes=PART, terms=TERMS)
+        yield lambda: RemoteStorage(f"memory://{prefix}", policy=SOON, part_bytes=PART, times=TERMS)
     else:
         options = servers.options(request.getfixturevalue(kind).endpoint)
-        yield lambda: RemoteStorage(f"s3://{prefix}", options, patience=SOON, part_bytes=PART, terms=TERMS)
+        yield lambda: RemoteStorage(f"s3://{prefix}", options, policy=SOON, part_bytes=PART, times=TERMS)
 
 
 @pytest.fixture

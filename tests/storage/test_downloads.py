@@ -169,7 +169,7 @@ def lister(num_objects: int, num_throttled: int = 0) -> Iterator[tuple[str, list
 
 def test_a_page_that_was_refused_is_asked_for_again_by_itself() -> None:
     with lister(4500, num_throttled=3) as (endpoint, asked):
-        storage = RemoteStorage("s3://bucket/set", servers.options(endpoint), patience=SOON)
+        storage = RemoteStorage("s3://bucket/set", servers.options(endpoint), policy=SOON)
         entries = storage.entries()
     assert [entry.name for entry in entries] == [f"{number:07d}" for number in range(4500)]
     assert {entry.num_bytes for entry in entries} == set(range(4500))

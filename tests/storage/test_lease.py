@@ -27,7 +27,7 @@ TERMS = LeaseTimes(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 
 @pytest.fixture
 def opener(prefix: str) -> Callable[[], RemoteStorage]:
-    return lambda: RemoteStorage(f"memory://{prefix}", terms=TERMS)
+    return lambda: RemoteStorage(f"memory://{prefix}", times=TERMS)
 
 
 def test_a_lease_comes_back_as_it_was_written() -> None:

@@ -169,7 +169,7 @@ def test_on_a_disk_of_this_machine_the_lock_alone_counts(tmp_path: Path) -> None
 def test_a_store_that_does_not_list_what_was_written_cannot_be_owned(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = RemoteStorage(f"memory://{prefix}", terms=TERMS)
+    storage = RemoteStorage(f"memory://{prefix}", times=TERMS)
     names = storage.names
     monkeypatch.setattr(storage, "names", lambda folder="": [])
     with pytest.raises(StaleListingError, match="does not list what was just written"), storage.own("a run"):

@@ -27,7 +27,7 @@ DATA = os.urandom(2 * PART + 1000)
 
 def opened(endpoint: str, prefix: str, secret: str = servers.SECRET, num_tries: int = SOON.num_tries) -> RemoteStorage:
     options = servers.options(endpoint, secret)
-    return RemoteStorage(f"s3://{prefix}", options, patience=replace(SOON, num_tries=num_tries), part_bytes=PART)
+    return RemoteStorage(f"s3://{prefix}", options, policy=replace(SOON, num_tries=num_tries), part_bytes=PART)
 
 
 def left_in(server: Server, prefix: str) -> list[str]:

@@ -146,10 +146,10 @@ def store_error(error: Exception, doing: str, url: str) -> StorageError:
     error = _meant(error)
     kind = _store_kind(error)
     words = _WORDS_OF_KIND.get(kind, "")
-    said = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
     code = _code(error)
-    told = said if not code or code in said else f"{code}: {said}"
-    return kind(f"{doing} {url} failed: {words} ({told})" if words else f"{doing} {url} failed: {told}")
+    detail = message if not code or code in message else f"{code}: {message}"
+    return kind(f"{doing} {url} failed: {words} ({detail})" if words else f"{doing} {url} failed: {detail}")
 
 
 def is_transient(error: Exception) -> bool:

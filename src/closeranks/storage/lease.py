@@ -42,10 +42,10 @@ _LOG = logging.getLogger(__name__)
 _HELD: dict[str, Storage] = {}
 """The leases of this process by name, including those it is about to acquire."""
 _CHANGED = threading.Condition()
-_LEAVE_S = 10.0
-_FAR_S = 3600.0
+_RELEASE_S = 10.0
+_MAX_AHEAD_S = 3600.0
 _COMMAND_CHARS = 400
-_LAST_MOMENT = 253402300800.0
+_LAST_TIMESTAMP = 253402300800.0
 """The end of the year 9999."""
 
 
@@ -94,7 +94,7 @@ class Lease:
 
     def is_valid(self, now: float) -> bool:
         """Whether it has not expired. An expiry in the far future is foreign, or comes from a wrong clock."""
-        return now < self.expires_at <= now + _FAR_S
+        return now < self.expires_at <= now + _MAX_AHEAD_S
 
     @property
     def is_of_other_host(self) -> bool:
@@ -118,7 +118,7 @@ class Lease:
             return True
         except PermissionError:
             pass  # the process exists, and belongs to another user
-        began = _began(self.pid)
+        began = _start_time(self.pid)
         return began is not None and began != self.began
 
 
@@ -141,7 +141,7 @@ def host_id() -> str:
         return ""
 
 
-def _began(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """None if unknown; -1 for a process that has ended and was not reaped yet."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -153,7 +153,7 @@ def _began(pid: int) -> int | None:
 def own_lease(owner: str) -> Lease:
     """A lease of this process, without an expiry yet."""
     pid = os.getpid()
-    began = _began(pid)
+    began = _start_time(pid)
     host = host_id() if began is not None else ""
     who = f"{owner}, process {pid} on {socket.gethostname()}"
     return Lease(who, 0.0, host, pid, began or 0, round(time.time(), 3), _command())
@@ -171,26 +171,26 @@ def decode(data: bytes) -> Lease:
     try:
         fields = json.loads(data)
         who = str(fields.get("host", "")), int(fields.get("pid", 0)), int(fields.get("began", 0))
-        told = _moment(fields.get("since", 0.0)), str(fields.get("command", ""))[:_COMMAND_CHARS]
-        return Lease(str(fields["owner"]), float(fields["expires_at"]), *who, *told)
+        started = _timestamp(fields.get("since", 0.0)), str(fields.get("command", ""))[:_COMMAND_CHARS]
+        return Lease(str(fields["owner"]), float(fields["expires_at"]), *who, *started)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Lease("an unknown process", 0.0)
 
 
-def _moment(value: Any) -> float:
+def _timestamp(value: Any) -> float:
     """A Unix time within the range of the calendar; 0 for anything else."""
-    moment = float(value)
-    return moment if 0.0 < moment < _LAST_MOMENT else 0.0
+    timestamp = float(value)
+    return timestamp if 0.0 < timestamp < _LAST_TIMESTAMP else 0.0
 
 
 @contextmanager
 def hold_lease(
-    storage: Storage, lease: Lease, wait_s: float, terms: LeaseTimes, folder: str = LOCK
+    storage: Storage, lease: Lease, wait_s: float, times: LeaseTimes, folder: str = LOCK
 ) -> Iterator[LeaseRenewal]:
     """Hold the store exclusively until the context ends; a forked child that exits the context releases nothing."""
     name = f"{folder}/{secrets.token_hex(8)}.json"
-    _acquire(storage, name, lease, time.monotonic() + wait_s, terms)
-    renewal = LeaseRenewal(storage, name, lease, terms)
+    _acquire(storage, name, lease, time.monotonic() + wait_s, times)
+    renewal = LeaseRenewal(storage, name, lease, times)
     renewal.start()
     try:
         yield renewal
@@ -201,33 +201,33 @@ def hold_lease(
 
 
 @contextmanager
-def hold_ownership(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[LeaseRenewal]:
+def hold_ownership(storage: Storage, owner: str, wait_s: float, times: LeaseTimes) -> Iterator[LeaseRenewal]:
     """For the life of a run. A store that does not respond at the end delays the run only briefly, and the lease then
     expires by itself."""
     lease = own_lease(owner)
     with ExitStack() as held_until:
-        renewal = held_until.enter_context(hold_lease(storage, lease, wait_s, terms, OWNER))
-        leaving = held_until.pop_all()
+        renewal = held_until.enter_context(hold_lease(storage, lease, wait_s, times, OWNER))
+        cleanup = held_until.pop_all()
     try:
         yield renewal
     finally:
         if os.getpid() == lease.pid:
-            thread = threading.Thread(target=_leave, args=(leaving, storage), daemon=True)
+            thread = threading.Thread(target=_release, args=(cleanup, storage), daemon=True)
             thread.start()
-            thread.join(_LEAVE_S)
+            thread.join(_RELEASE_S)
 
 
-def _leave(leaving: ExitStack, storage: Storage) -> None:
+def _release(cleanup: ExitStack, storage: Storage) -> None:
     try:
-        leaving.close()
+        cleanup.close()
     except StorageError as error:
         _LOG.warning("the lease of %s was not released: %s", storage.url, error)
 
 
 @contextmanager
-def hold_lock(storage: Storage, owner: str, wait_s: float, terms: LeaseTimes) -> Iterator[None]:
+def hold_lock(storage: Storage, owner: str, wait_s: float, times: LeaseTimes) -> Iterator[None]:
     """``StorageError`` at the end if the lease was lost meanwhile: the work may have overlapped with another holder."""
-    with hold_lease(storage, own_lease(owner), wait_s, terms) as renewal:
+    with hold_lease(storage, own_lease(owner), wait_s, times) as renewal:
         yield
     if renewal.is_lost:
         raise StorageError(f"the lock of {storage.url} was lost while it was held: it could not be renewed in time")
@@ -267,34 +267,34 @@ def _remove(storage: Storage, name: str) -> None:
         _CHANGED.notify_all()
 
 
-def _acquire(storage: Storage, name: str, lease: Lease, until: float, terms: LeaseTimes) -> None:
+def _acquire(storage: Storage, name: str, lease: Lease, until: float, times: LeaseTimes) -> None:
     while True:
-        rival = _rival(storage, name, terms)
+        rival = _rival(storage, name, times)
         if rival is None:
-            _publish(storage, name, lease.renewed_until(time.time() + terms.lease_s))
-            rival = _rival_or_withdraw(storage, name, terms)
+            _publish(storage, name, lease.renewed_until(time.time() + times.lease_s))
+            rival = _rival_or_withdraw(storage, name, times)
             if rival is None:
                 return
             _remove(storage, name)
         if time.monotonic() >= until:
             raise InUseError(storage.url, rival)
-        time.sleep(terms.poll_s * (0.5 + random.random()))
+        time.sleep(times.poll_s * (0.5 + random.random()))
 
 
-def _rival_or_withdraw(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
+def _rival_or_withdraw(storage: Storage, mine: str, times: LeaseTimes) -> Lease | None:
     """The second check. If it cannot be trusted, nobody may hold the store, and our own lease is removed."""
     folder, _, child = mine.rpartition("/")
     try:
         if child not in storage.names(folder):
             what = f"{storage.url} does not list what was just written to it"
             raise StaleListingError(f"{what}: two processes that write there would not see each other")
-        return _rival(storage, mine, terms)
+        return _rival(storage, mine, times)
     except StorageError:
         _try_to_remove(storage, mine)
         raise
 
 
-def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
+def _rival(storage: Storage, mine: str, times: LeaseTimes) -> Lease | None:
     """A live lease of another process; dead ones are removed."""
     folder = mine.rpartition("/")[0]
     for child in storage.names(folder):
@@ -307,7 +307,7 @@ def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
             if not lease.is_orphan:
                 if lease.is_valid(time.time()):
                     return lease
-                time.sleep(terms.watch_s)
+                time.sleep(times.watch_s)
                 if storage.read(name) != data:
                     return lease
             storage.remove(name)
@@ -318,8 +318,8 @@ def _rival(storage: Storage, mine: str, terms: LeaseTimes) -> Lease | None:
 class LeaseRenewal:
     """Renews the lease until it is stopped, or until it finds that another process removed it as dead."""
 
-    def __init__(self, storage: Storage, name: str, lease: Lease, terms: LeaseTimes) -> None:
-        self._storage, self._name, self._lease, self._terms = storage, name, lease, terms
+    def __init__(self, storage: Storage, name: str, lease: Lease, times: LeaseTimes) -> None:
+        self._storage, self._name, self._lease, self._times = storage, name, lease, times
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewed_at = time.monotonic()
@@ -329,7 +329,7 @@ class LeaseRenewal:
     @property
     def is_lost(self) -> bool:
         """Another process may hold it by now: it was removed, or was not renewed in time."""
-        return self.is_gone or time.monotonic() - self._renewed_at > self._terms.lease_s
+        return self.is_gone or time.monotonic() - self._renewed_at > self._times.lease_s
 
     def start(self) -> None:
         self._thread.start()
@@ -339,10 +339,10 @@ class LeaseRenewal:
         self._thread.join()
 
     def _renew(self) -> None:
-        while not self._stopped.wait(self._terms.renew_s):
+        while not self._stopped.wait(self._times.renew_s):
             try:
                 self._storage.size(self._name)
-                lease = self._lease.renewed_until(time.time() + self._terms.lease_s)
+                lease = self._lease.renewed_until(time.time() + self._times.lease_s)
                 self._storage.publish(self._name, lease.encode(), replace=True)
                 self._renewed_at = time.monotonic()
             except MissingError:

@@ -47,45 +47,47 @@ def is_visible_path(name: str) -> bool:
     return all(is_visible(part) for part in name.split("/"))
 
 
-def list_s3(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
-    bucket, key, _ = at.fs.split_path(at.root)
+def list_s3(connection: FsspecConnection, url: str, request: Ask) -> list[FileEntry]:
+    bucket, key, _ = connection.fs.split_path(connection.root)
     prefix = f"{key}/" if key else ""
-    found = ((str(info["Key"])[len(prefix) :], info) for info in _pages(at.fs, bucket, prefix, ask))
+    found = ((str(info["Key"])[len(prefix) :], info) for info in _pages(connection.fs, bucket, prefix, request))
     shown = ((name, info) for name, info in found if name and not name.endswith("/") and is_visible_path(name))
     return _sorted(FileEntry(check_name(name), int(info["Size"]), version_of(info)) for name, info in shown)
 
 
-def _pages(fs: Any, bucket: str, prefix: str, ask: Ask) -> Iterator[Mapping[str, Any]]:
+def _pages(fs: Any, bucket: str, prefix: str, request: Ask) -> Iterator[Mapping[str, Any]]:
     where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, **fs.req_kw}
     while True:
-        page = ask(partial(fs.call_s3, "list_objects_v2", **where), "listing", "")
+        page = request(partial(fs.call_s3, "list_objects_v2", **where), "listing", "")
         yield from page.get("Contents", [])
         if not page.get("IsTruncated"):
             return
         where["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def list_fsspec(at: FsspecConnection, url: str, ask: Ask) -> list[FileEntry]:
+def list_fsspec(connection: FsspecConnection, url: str, request: Ask) -> list[FileEntry]:
     """Some file systems (plain HTTP) list names alone: their files are queried one by one. Walking folders skips
     errors, so that a place which cannot be reached looks empty."""
-    found: Mapping[str, Mapping[str, Any]] = ask(lambda: at.fs.find(f"{at.root}/", detail=True), "listing", "")
+    found: Mapping[str, Mapping[str, Any]] = request(
+        lambda: connection.fs.find(f"{connection.root}/", detail=True), "listing", ""
+    )
     if not found:
-        _check_reached(at, url, ask)
+        _check_reached(connection, url, request)
     entries = []
     for path, info in found.items():
-        name = path.removeprefix(at.root).lstrip("/")
+        name = path.removeprefix(connection.root).lstrip("/")
         if not name or not is_visible_path(name) or info.get("type", "file") != "file":
             continue
         if info.get("size") is None:
-            info = ask(partial(at.fs.info, path), "looking for", name)
+            info = request(partial(connection.fs.info, path), "looking for", name)
         entries.append(to_entry(check_name(name), info, f"{url}/{name}"))
     return _sorted(entries)
 
 
-def _check_reached(at: FsspecConnection, url: str, ask: Ask) -> None:
+def _check_reached(connection: FsspecConnection, url: str, request: Ask) -> None:
     """Raises the skipped error. A missing folder is empty in most stores, and a wrong address on a web server."""
     try:
-        ask(lambda: at.fs.ls(f"{at.root}/", detail=False), "listing", "")
+        request(lambda: connection.fs.ls(f"{connection.root}/", detail=False), "listing", "")
     except MissingError:
         if url.startswith(_WEB):
             raise

@@ -53,7 +53,7 @@ WRITTEN_ASIDE = declare_failpoint("document written aside", "a document is compl
 IN_PLACE = declare_failpoint("document in place", "a document is renamed into place; its folder is not fsynced yet")
 REMOVED = declare_failpoint("file removed", "a file is removed; its folder is not fsynced yet")
 
-_ASIDE = ".aside"
+_TEMPORARY_SUFFIX = ".aside"
 _STALE_S = 3600.0
 _POLL_S = 0.1
 _NO_LINKS = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
@@ -135,19 +135,19 @@ class LocalStorage:
         file system without hard links it checks that the name is free and then renames: the document is still whole,
         but of two concurrent writers the later one wins."""
         path = self._path(name)
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_ASIDE}")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
         try:
             make_folder(path.parent)
             try:
-                _write_aside(aside, data)
+                _write_temporary(temporary, data)
                 failpoint(WRITTEN_ASIDE)
                 if replace:
-                    os.replace(aside, path)
+                    os.replace(temporary, path)
                 else:
-                    _give_name(aside, path)
+                    _give_name(temporary, path)
                 failpoint(IN_PLACE)
             finally:
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             fsync_folder(path.parent)
         except OSError as error:
             raise disk_error(error, "writing", path) from error
@@ -178,7 +178,7 @@ class LocalStorage:
         """Remove temporary files that killed writers left beside documents of the root; those in folders are removed
         with the folder."""
         before = time.time() - older_than_s
-        for path in self._root.glob(f".*{_ASIDE}"):
+        for path in self._root.glob(f".*{_TEMPORARY_SUFFIX}"):
             with suppress(FileNotFoundError):  # its writer finished after all
                 if path.stat().st_mtime < before:
                     path.unlink()
@@ -224,7 +224,7 @@ def _opened(path: Path) -> Iterator[int]:
         raise disk_error(error, "reading", path) from error
 
 
-def _write_aside(path: Path, data: Bytes) -> None:
+def _write_temporary(path: Path, data: Bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         write_all(fd, data)
@@ -233,19 +233,19 @@ def _write_aside(path: Path, data: Bytes) -> None:
         os.close(fd)
 
 
-def _give_name(aside: Path, path: Path) -> None:
+def _give_name(temporary: Path, path: Path) -> None:
     try:
-        os.link(aside, path)
+        os.link(temporary, path)
     except FileExistsError:
         # Over NFS a link whose response was lost is retried and finds itself.
-        if aside.stat().st_nlink != 2:
+        if temporary.stat().st_nlink != 2:
             raise ExistsError(f"{path} already exists") from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         if path.exists():
             raise ExistsError(f"{path} already exists") from None
-        os.rename(aside, path)
+        os.rename(temporary, path)
 
 
 def _take(fd: int, path: Path, until: float) -> None:

@@ -28,7 +28,7 @@ from closeranks.storage.protocol import Ownership, StorageError
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
-_LEAVE_S = 10.0
+_STOP_S = 10.0
 _MAX_BYTES = 4096
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS))
 _ONE_MACHINE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay", "vfat"))
@@ -39,34 +39,34 @@ _HELD: set[int] = set()
 
 @contextmanager
 def hold_folder(
-    root: Path, lease: Lease, wait_s: float, terms: LeaseTimes, is_shared: bool | None = None
+    root: Path, lease: Lease, wait_s: float, times: LeaseTimes, is_shared: bool | None = None
 ) -> Iterator[Ownership]:
     """``InUseError`` after ``wait_s`` names the holder; ``is_shared``: other machines write there (None: detect)."""
     path = root / OWNER
     try:
         make_folder(root)
         is_shared = _is_shared(root) if is_shared is None else is_shared
-        fd = _acquire(path, time.monotonic() + wait_s, terms, is_shared)
+        fd = _acquire(path, time.monotonic() + wait_s, times, is_shared)
     except OSError as error:
         raise disk_error(error, "locking", path) from error
-    keeper = _Keeper(fd, path, lease, terms)
+    lease_file = _LeaseFile(fd, path, lease, times)
     try:
-        keeper.write()
+        lease_file.write()
         if is_shared:
-            keeper.start()
-        yield keeper
+            lease_file.start()
+        yield lease_file
     finally:
         if os.getpid() == lease.pid:  # a forked child that exits the context holds nothing
-            keeper.stop()
-            keeper.clear()
+            lease_file.stop()
+            lease_file.clear()
             _close(fd)
 
 
-def _acquire(path: Path, until: float, terms: LeaseTimes, is_shared: bool) -> int:
+def _acquire(path: Path, until: float, times: LeaseTimes, is_shared: bool) -> int:
     while True:
         fd = _open(path, is_shared)
         try:
-            rival = _rival(fd, path, terms, is_shared)
+            rival = _rival(fd, path, times, is_shared)
         except BaseException:
             _close(fd)
             raise
@@ -97,7 +97,7 @@ def _close(fd: int) -> None:
     os.close(fd)
 
 
-def _rival(fd: int, path: Path, terms: LeaseTimes, is_shared: bool) -> Lease | None:
+def _rival(fd: int, path: Path, times: LeaseTimes, is_shared: bool) -> Lease | None:
     """The holder of the folder; None if nobody held it, in which case this process does from now on."""
     has_lock = _try_lock(fd)
     text = _read(fd)
@@ -108,7 +108,7 @@ def _rival(fd: int, path: Path, terms: LeaseTimes, is_shared: bool) -> Lease | N
     if not text or not is_shared or (is_here and (has_lock or lease.is_orphan)):
         return None
     if not lease.is_valid(time.time()):
-        time.sleep(terms.watch_s)
+        time.sleep(times.watch_s)
         if _read(fd) == text:
             _LOG.warning("%s was left behind by %s and is taken over", path.parent, lease.owner)
             return None
@@ -168,11 +168,11 @@ def _close_inherited() -> None:
         os.close(_HELD.pop())
 
 
-class _Keeper:
+class _LeaseFile:
     """Writes the lease into the locked file and renews it until it is stopped."""
 
-    def __init__(self, fd: int, path: Path, lease: Lease, terms: LeaseTimes) -> None:
-        self._fd, self._path, self._lease, self._terms = fd, path, lease, terms
+    def __init__(self, fd: int, path: Path, lease: Lease, times: LeaseTimes) -> None:
+        self._fd, self._path, self._lease, self._times = fd, path, lease, times
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._text = b""
@@ -180,7 +180,7 @@ class _Keeper:
 
     def write(self) -> None:
         """A full disk prevents the text, not the lock."""
-        text = self._lease.renewed_until(time.time() + self._terms.lease_s).encode() + b"\n"
+        text = self._lease.renewed_until(time.time() + self._times.lease_s).encode() + b"\n"
         if self._put(text):
             self._text = text
 
@@ -208,10 +208,10 @@ class _Keeper:
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(_LEAVE_S)
+            self._thread.join(_STOP_S)
 
     def _renew(self) -> None:
-        while not self._stopped.wait(self._terms.renew_s):
+        while not self._stopped.wait(self._times.renew_s):
             try:
                 found = decode(_read(self._fd))
             except OSError as error:

@@ -26,7 +26,7 @@ from closeranks.storage.protocol import ChangedError, FileEntry, StoppedError
 RANGE_BYTES = 8 << 20
 NUM_STREAMS = 4
 """Concurrent ranges: one connection to an object store is far slower than the store."""
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,24 @@ class DownloadSource:
 
 
 def download(
-    origin: DownloadSource, entry: FileEntry, look: Callable[[], FileEntry], stop: threading.Event
+    source: DownloadSource, entry: FileEntry, current_entry: Callable[[], FileEntry], stop: threading.Event
 ) -> Generator[bytes, None, None]:
-    """``look`` returns the current entry of the file."""
-    coming: deque[_Range] = deque()
+    """``current_entry`` returns the current entry of the file."""
+    pending_ranges: deque[_Range] = deque()
     try:
         for start in range(0, entry.num_bytes, RANGE_BYTES):
-            coming.append(_Range(origin, entry, start, min(start + RANGE_BYTES, entry.num_bytes), stop))
-            if len(coming) >= (NUM_STREAMS if origin.is_async else 1):
-                yield coming[0].arrived()
-                coming.popleft()
-        while coming:
-            yield coming[0].arrived()
-            coming.popleft()
+            pending_ranges.append(_Range(source, entry, start, min(start + RANGE_BYTES, entry.num_bytes), stop))
+            if len(pending_ranges) >= (NUM_STREAMS if source.is_async else 1):
+                yield pending_ranges[0].arrived()
+                pending_ranges.popleft()
+        while pending_ranges:
+            yield pending_ranges[0].arrived()
+            pending_ranges.popleft()
     finally:
-        for span in coming:
+        for span in pending_ranges:
             span.drop()
-    if not (origin.at.is_s3 and entry.num_bytes) and look() != entry:
-        raise _changed(origin.url)
+    if not (source.at.is_s3 and entry.num_bytes) and current_entry() != entry:
+        raise _changed(source.url)
 
 
 @dataclass(slots=True)
@@ -77,11 +77,11 @@ class _Range:
     pending: Future[bytes] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pending = self._begun()
+        self.pending = self._submit()
 
     def arrived(self) -> bytes:
-        url, patience = self.origin.url, self.origin.patience
-        data = retry(self._taken, "reading", url, patience, pause=self.stop.wait)
+        url, policy = self.origin.url, self.origin.patience
+        data = retry(self._taken, "reading", url, policy, pause=self.stop.wait)
         if len(data) != self.end - self.start:
             raise _changed(url, f"{len(data)} of {self.end - self.start} bytes were received from byte {self.start} on")
         return data
@@ -91,15 +91,15 @@ class _Range:
             self.pending.cancel()
 
     def _taken(self) -> bytes:
-        self.pending = pending = self.pending or self._begun()
-        while not (self.stop.is_set() or wait([pending], _LOOK_S).done):
+        self.pending = pending = self.pending or self._submit()
+        while not (self.stop.is_set() or wait([pending], _POLL_S).done):
             pass
         if self.stop.is_set():
             raise _stopped(self.origin.url)
         self.pending = None
         return pending.result()
 
-    def _begun(self) -> Future[bytes]:
+    def _submit(self) -> Future[bytes]:
         if self.stop.is_set():
             raise _stopped(self.origin.url)
         fs, path = self.origin.at.fs, self.origin.path
@@ -110,15 +110,15 @@ class _Range:
         return _done(partial(fs.cat_file, path, start=self.start, end=self.end))
 
 
-async def _s3_range(origin: DownloadSource, entry: FileEntry, start: int, end: int) -> bytes:
-    fs = origin.at.fs
-    bucket, key, _ = fs.split_path(origin.path)
+async def _s3_range(source: DownloadSource, entry: FileEntry, start: int, end: int) -> bytes:
+    fs = source.at.fs
+    bucket, key, _ = fs.split_path(source.path)
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **fs.req_kw)
     body = answer["Body"]
     try:
         found = version_of({"ETag": answer.get("ETag")})
         if found and entry.version and found != entry.version:
-            raise _changed(origin.url)
+            raise _changed(source.url)
         data: bytes = await body.read()
         return data
     finally:

@@ -105,14 +105,14 @@ class MultipartSink:
         else:
             body = bytes(self._filling)
             self._target.call("put_object", "uploading", Body=body, ContentMD5=content_md5(body))
-        self._let_go()
+        self._release()
         failpoint(UPLOADED)
 
     def abort(self) -> None:
         for future in self._sending:
             future.cancel()
         wait(self._sending)  # a part that arrives after the abort would stay
-        self._let_go()
+        self._release()
         # What just failed is likely to fail still: a few tries, not minutes.
         target = replace(self._target, patience=replace(self._target.patience, num_tries=3))
         try:
@@ -169,7 +169,7 @@ class MultipartSink:
         with suppress(UnknownUploadError):
             target.call("abort_multipart_upload", "aborting the upload of", UploadId=self._upload)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._sending.clear()
         self._filling = bytearray()
         if self._pool is not None:

@@ -30,10 +30,10 @@ class RetryPolicy:
     first_s: float = 0.25
     longest_s: float = 10.0
 
-    def delays(self, dice: Callable[[], float] = random.random) -> Iterator[float]:
-        """One delay fewer than there are tries; ``dice`` returns numbers from 0 up to 1."""
-        for turn in range(self.num_tries - 1):
-            yield min(self.longest_s, self.first_s * 2**turn) * (1 - dice() / 2)
+    def delays(self, uniform: Callable[[], float] = random.random) -> Iterator[float]:
+        """One delay fewer than there are tries; ``uniform`` returns numbers from 0 up to 1."""
+        for number in range(self.num_tries - 1):
+            yield min(self.longest_s, self.first_s * 2**number) * (1 - uniform() / 2)
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ def retry(
     act: Callable[[], T],
     doing: str,
     url: str,
-    patience: RetryPolicy,
+    policy: RetryPolicy,
     tries: RetryCount | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
     """Call ``act`` until it succeeds; ``StorageError`` once it is refused or the tries are used up. A ``StorageError``
     raised by ``act`` itself is already classified and is passed on."""
     tries = tries if tries is not None else RetryCount()
-    pauses = patience.delays()
+    pauses = policy.delays()
     while True:
         tries.count += 1
         try:
