@@ -1,6 +1,6 @@
 """What may a job say about its own record? The ``[telemetry]`` table.
 
-Invariant: loads without torch, so that a wrong window is found before anything starts.
+Invariant: loads without torch, so that a wrong step range is found before anything starts.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     with torch.no_grad():
         probed = _best_speed(min(sizes), device, dtype)
         size = pick_size(sizes, probed)
-        speed = _best_speed(_that_fits(size, device, dtype) if is_cuda else size, device, dtype)
+        speed = _best_speed(_fitting_size(size, device, dtype) if is_cuda else size, device, dtype)
     if is_cuda:
         # The run's own peak is counted from here on.
         torch.cuda.empty_cache()
@@ -90,7 +90,7 @@ def _flops(size: int) -> float:
     return 2.0 * size**3
 
 
-def _that_fits(size: int, device: torch.device, dtype: torch.dtype) -> int:
+def _fitting_size(size: int, device: torch.device, dtype: torch.dtype) -> int:
     """Halved until three matrices take no more than a quarter of the free memory: the device may be shared."""
     free, _ = torch.cuda.mem_get_info(device)
     while size > 1024 and 3 * size * size * dtype.itemsize > free // 4:
@@ -143,30 +143,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on an accelerator or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    signs = (
+    markers = (
         "DefaultCPUAllocator: can't allocate memory",
         "DefaultCPUAllocator: not enough memory",
         "CUDA error: out of memory",
         "CUDA out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
     )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return isinstance(error, RuntimeError) and any(marker in str(error) for marker in markers)
 
 
 def explain_out_of_memory(
-    module: nn.Module, remembered: Iterable[Tensor], device: torch.device, error: BaseException, *, is_mixed: bool
+    module: nn.Module, state_tensors: Iterable[Tensor], device: torch.device, error: BaseException, *, is_mixed: bool
 ) -> str:
     """What took the memory and what to change; ``is_mixed``: the run already computes in half precision.
 
-    ``remembered``: the optimizer state; tensors on other devices do not count. Call before anything is freed:
+    ``state_tensors``: the optimizer state; tensors on other devices do not count. Call before anything is freed:
     parameters, gradients and optimizer state are read as they are.
     """
-    use = memory_use(module, remembered, device, error)
+    use = memory_use(module, state_tensors, device, error)
     return explain(replace(use, is_float32=use.is_float32 and not is_mixed))
 
 
 def memory_use(
-    module: nn.Module, remembered: Iterable[Tensor], device: torch.device, error: BaseException
+    module: nn.Module, state_tensors: Iterable[Tensor], device: torch.device, error: BaseException
 ) -> MemoryUse:
     here = {name: parameter for name, parameter in module.named_parameters() if parameter.device.type == device.type}
     gradients = [parameter.grad for parameter in here.values() if parameter.grad is not None]
@@ -177,7 +177,7 @@ def memory_use(
         requested_bytes=requested_bytes(str(error)),
         parameters_bytes=sum(_num_bytes(parameter) for parameter in here.values()),
         gradients_bytes=sum(_num_bytes(gradient) for gradient in gradients),
-        optimizer_bytes=sum(_num_bytes(tensor) for tensor in remembered if tensor.device.type == device.type),
+        optimizer_bytes=sum(_num_bytes(tensor) for tensor in state_tensors if tensor.device.type == device.type),
         largest=tuple(TensorSize(name, _num_bytes(parameter)) for name, parameter in here.items()),
         is_float32=any(parameter.dtype == torch.float32 for parameter in here.values()),
     )

@@ -1,7 +1,7 @@
 """Records a torch profiler trace of a few chosen steps.
 
-Invariant: outside its window a profiler costs two comparisons a step; a trace appears whole or not at all; a failure to
-write one is a warning and does not end the run.
+Invariant: outside its step range a profiler costs two comparisons a step; a trace appears whole or not at all; a
+failure to write one is a warning and does not end the run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class StepProfiler:
 
     Call sequence, on every rank: ``step_begin(n)`` and ``step_end(n)`` around each step, numbered as ``StepDone``
     reports them (the first is 1), or ``with step(n)``; ``close`` once, which writes what there is if the run ended
-    inside the window.
+    inside the range.
     """
 
     def __init__(
-        self, window: StepRange, folder: Path, rank: int, emit: Callable[[Event], None] = lambda event: None
+        self, step_range: StepRange, folder: Path, rank: int, emit: Callable[[Event], None] = lambda event: None
     ) -> None:
-        self._window = window
+        self._step_range = step_range
         self._emit = emit
         self._path = RunFolder(folder).trace(rank)
         self._profile: profile | None = None
@@ -44,7 +44,7 @@ class StepProfiler:
         return cls(parse_step_range(steps) or NO_STEPS, folder, rank, emit)
 
     def step_begin(self, step: int) -> None:
-        if step not in self._window:
+        if step not in self._step_range:
             return
         if self._profile is None:
             activities = [ProfilerActivity.CPU]
@@ -56,11 +56,11 @@ class StepProfiler:
         self._mark.__enter__()
 
     def step_end(self, step: int) -> None:
-        if step not in self._window or self._mark is None:
+        if step not in self._step_range or self._mark is None:
             return
         self._mark.__exit__(None, None, None)
         self._mark = None
-        if step == self._window.last:
+        if step == self._step_range.last:
             self.close()
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Parses a range of steps such as ``10:13``.
 
 Invariant: steps are numbered as ``StepDone`` reports them, from 1; the number after the colon is the first step that is
-no longer part of the window, as in a Python slice.
+no longer part of the range, as in a Python slice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_STEPS = StepRange(1, 0)
 
 
 def parse_step_range(text: str) -> StepRange | None:
-    """The window a job names, or None for the empty text."""
+    """The range a job names, or None for the empty text."""
     if not text.strip():
         return None
     numbers = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)

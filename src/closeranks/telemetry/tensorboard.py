@@ -38,7 +38,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, emit: Callable[[Event], None] = lambda event: None) -> None:
         self._emit = emit
         _quiet_threads()
-        self._is_told = False
+        self._has_warned = False
         self._folder = RunFolder(folder).tensorboard
         self._retry_at: float | None = None
         """When to try again after a failure."""
@@ -51,20 +51,20 @@ class TensorBoardSink:
             return
         try:
             if self._retry_at is not None:
-                self._look_for_room()
+                self._check_free_space()
             self._write(event)
             self._retry_at = None
         except OSError as error:
-            self._lose(error)
+            self._handle_error(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _handle_error(self, error: OSError) -> None:
         """Drop the writer: it keeps what it could not write, and would fail on it for ever."""
         self._writer, self._retry_at = None, time.monotonic() + _RETRY_S
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             self._emit(Warned(f"TensorBoard scalars cannot be written: {error.strerror or error}"))
 
-    def _look_for_room(self) -> None:
+    def _check_free_space(self) -> None:
         """Raises if there is no room: a writer that is opened in vain leaves an empty file each time."""
         self._folder.mkdir(parents=True, exist_ok=True)
         probe = self._folder / ".probe"
@@ -90,7 +90,7 @@ class TensorBoardSink:
             if writer is not None:
                 writer.close()
         except OSError as error:
-            self._lose(error)
+            self._handle_error(error)
 
     def _begin(self, started: RunStarted) -> None:
         self.close()

@@ -35,12 +35,13 @@ def print_table(
     rows: Sequence[Sequence[str]],
     *,
     right: Collection[str] = (),
-    spare: Sequence[str] = (),
+    droppable: Sequence[str] = (),
 ) -> None:
-    """No cell is ever cut. Where a terminal is too narrow, columns go in the order of ``spare``, and that is said."""
+    """No cell is ever cut. If the terminal is too narrow, columns are left out in the order of ``droppable``, and a
+    line below the table names them."""
     console = stdout()
     rows = [[printable(cell) for cell in row] for row in rows]
-    lines, left_out = align_columns(headings, rows, right, spare, console.width if console.is_terminal else None)
+    lines, left_out = align_columns(headings, rows, right, droppable, console.width if console.is_terminal else None)
     for number, line in enumerate(lines):
         console.print(Text(line, style="" if number else "bold"), soft_wrap=True)
     if left_out:
@@ -51,13 +52,13 @@ def align_columns(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[str],
-    spare: Sequence[str],
+    droppable: Sequence[str],
     width: int | None,
 ) -> tuple[list[str], list[str]]:
     """The lines of a table, and the headings of what was left out of them so that they fit."""
     widths = [max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
     shown, left_out = list(range(len(headings))), []
-    for heading in spare:
+    for heading in droppable:
         if width is None or sum(widths[n] for n in shown) + 2 * (len(shown) - 1) <= width:
             break
         if heading in headings:

@@ -31,7 +31,7 @@ def pages_of(folder: Path) -> list[str]:
 
 def test_a_script_need_not_wait_for_its_picture(tmp_path: Path) -> None:
     record(tmp_path)
-    write_pages(tmp_path, lambda text: None, draws_beside=True)
+    write_pages(tmp_path, lambda text: None, in_thread=True)
     (drawing,) = [thread for thread in threading.enumerate() if thread.name == "closeranks-picture"] or [None]
     if drawing is not None:
         assert not drawing.daemon, "the interpreter waits for it when it ends"

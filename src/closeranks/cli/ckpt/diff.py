@@ -106,7 +106,7 @@ def _print(
         # Two digests add nothing to the verdict "differs"; shapes and dtypes do.
         is_told = all(row.verdict in ("differs", "equal") for row in rows)
         spare = ("B", "A") if is_told else ()
-        print_table(("tensor", "verdict", "A", "B", *numbers), cells, right=numbers, spare=spare)
+        print_table(("tensor", "verdict", "A", "B", *numbers), cells, right=numbers, droppable=spare)
         console.print()
 
 

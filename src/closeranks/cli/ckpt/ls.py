@@ -58,7 +58,7 @@ def ls(
     headings = ("", "name", "step", "when", "size", "own", "bytes", "layout", "ranks", "metric", "state")
     lines = [("*" if found is first else "", *_cells(found)) for found in catalogue]
     spare = ("own", "bytes", "ranks", "layout", "metric", "when", "size")
-    print_table(headings, lines, right=("step", "size", "own", "ranks", "metric"), spare=spare)
+    print_table(headings, lines, right=("step", "size", "own", "ranks", "metric"), droppable=spare)
     remarks = [f"{found.name}: {found.problem}" for found in catalogue if found.problem]
     remarks += [problem.what for problem in catalogue.problems if not problem.name]
     remarks += _attempt_note(catalogue.found)

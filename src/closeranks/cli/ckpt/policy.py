@@ -246,7 +246,7 @@ def _print(found: CheckpointPolicy, measured: MeasuredSaves, picture: Path | Non
     console = stdout()
 
     def show(rows: policy_text.Rows) -> None:
-        print_table(rows[0], rows[1:], right=rows[0][1:], spare=_SPARE)
+        print_table(rows[0], rows[1:], right=rows[0][1:], droppable=_SPARE)
 
     console.print(policy_text.headline(found, measured.num_saves), "", sep="\n", soft_wrap=True)
     show(policy_text.level_rows(found))

@@ -83,7 +83,7 @@ def _print_tensors(tensors: dict[tuple[str, str], TensorSummary]) -> None:
             for key, one in held.items()
         ]
         headings = ("  key", "shape", "dtype", "bytes", "digest", "chunks")
-        print_table(headings, rows, right=("bytes", "chunks"), spare=("chunks", "bytes", "digest"))
+        print_table(headings, rows, right=("bytes", "chunks"), droppable=("chunks", "bytes", "digest"))
 
 
 def _lines(value: Any, name: str = "") -> Iterator[str]:

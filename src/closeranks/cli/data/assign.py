@@ -90,7 +90,7 @@ def _print_assignment(count: int, assignment: Sequence[RankSamples]) -> None:
     headings: tuple[str, ...] = ("data rank", "micro-batches", "positions", "samples", "files")
     if not any(row[4] for row in rows):
         headings, rows = headings[:4], [row[:4] for row in rows]
-    print_table(headings, rows, right=("data rank",), spare=("files", "positions"))
+    print_table(headings, rows, right=("data rank",), droppable=("files", "positions"))
 
 
 def _spans(micro_batches: Sequence[Any]) -> tuple[str, str]:

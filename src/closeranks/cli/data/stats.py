@@ -100,4 +100,4 @@ def _print(found: NamedStats) -> None:
             for bar in bars
         ]  # fmt: skip
         headings = (found.unit, "to", found.noun, "share", "")
-        print_table(headings, rows, right=headings[:4], spare=("", "share"))
+        print_table(headings, rows, right=headings[:4], droppable=("", "share"))

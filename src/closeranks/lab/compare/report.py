@@ -62,7 +62,7 @@ def outcome_line(outcome: ComparisonRunOutcome) -> str:
 def print_result(result: ComparisonResult) -> None:
     headings, rows = headings_and_cells(result.table)
     right = [name for name in headings if name not in _LEFT]
-    print_table(headings, rows, right=right, spare=("memory", "x", "cost", "training", "note"))
+    print_table(headings, rows, right=right, droppable=("memory", "x", "cost", "training", "note"))
 
 
 def write_report(result: ComparisonResult) -> list[Path]:

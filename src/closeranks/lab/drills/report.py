@@ -28,7 +28,7 @@ def _seconds(value: float | None) -> str:
 
 def print_summary(summary: DrillResult) -> None:
     lines = [table_cells(row, summary.tolerance) for row in summary.rows]
-    print_table(HEADINGS, lines, right=("detected in", "back in", "steps redone"), spare=("what was done",))
+    print_table(HEADINGS, lines, right=("detected in", "back in", "steps redone"), droppable=("what was done",))
 
 
 def write_report(folder: Path, summary: DrillResult, facts: Mapping[str, Any]) -> None:

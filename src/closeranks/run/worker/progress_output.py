@@ -46,4 +46,4 @@ class _ProgressOutput:
             return
         self._progress.close()
         if self._telemetry.report:
-            write_pages(self._folder, self._progress.print_line, is_script=True, draws_beside=True)
+            write_pages(self._folder, self._progress.print_line, is_script=True, in_thread=True)

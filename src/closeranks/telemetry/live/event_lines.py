@@ -125,8 +125,8 @@ def started_line(started: RunStarted) -> str:
     workers = formatting.count(started.world_size, "worker")
     steps = f"steps {started.first_step + 1} to {started.last_step}"
     again = f"generation {started.generation}: " if started.generation else ""
-    spread = f"{started.layout}, " if started.layout else ""
-    text = f"{again}{parameters(started)} on {workers} ({spread}{started.device}, {started.precision}), {steps}"
+    layout = f"{started.layout}, " if started.layout else ""
+    text = f"{again}{parameters(started)} on {workers} ({layout}{started.device}, {started.precision}), {steps}"
     if started.generation:
         return "; ".join(filter(None, (text, started.apart)))
     text += f", global batch {batch}" if (batch := batch_words(started)) else ""
@@ -220,7 +220,7 @@ def warned_line(event: Warned) -> str:
     return f"warning: {event.what}" if event.step is None else f"warning at step {event.step}: {event.what}"
 
 
-_FATES = {
+_LOSS_VERBS = {
     "slow": "is replaced",
     "preempted": "leaves",
     "resize": "regroup",
@@ -236,7 +236,7 @@ def lost_words(event: RankLost) -> str:
     cause = event.cause.partition("\n")[0].strip()
     cause = cause.partition("; ")[0] if event.kind in _KILLS else cause  # hints on what to look for belong in a report
     cause = cause if len(cause) <= _CAUSE_CHARS else f"{cause[: _CAUSE_CHARS - 4]} ..."
-    return f"{_who(event)} {_FATES.get(event.kind, 'lost')} {where}" + (f" ({cause})" if cause else "")
+    return f"{_who(event)} {_LOSS_VERBS.get(event.kind, 'lost')} {where}" + (f" ({cause})" if cause else "")
 
 
 def _who(event: RankLost) -> str:
@@ -262,8 +262,8 @@ def closed_line(lost: RankLost, closed: RanksClosed, num_before: int) -> str:
     if closed.num_redone > 1:
         words.append(f"{closed.num_redone} steps redone")
     if closed.world_size != num_before:
-        spread = f" ({closed.layout})" if closed.layout else ""
-        words.append(f"now on {formatting.count(closed.world_size, 'worker')}{spread}")
+        layout = f" ({closed.layout})" if closed.layout else ""
+        words.append(f"now on {formatting.count(closed.world_size, 'worker')}{layout}")
     return ", ".join(words)
 
 

@@ -73,9 +73,9 @@ class ProgressDisplay:
         self._num_before = 0
         self._failed: RunEnded | None = None
         """How the last generation failed: the end of the run, unless another generation takes over."""
-        self._said: set[str] = set()
-        self._kept: Snapshotting | None = None
-        self._noise_told: float | None = None
+        self._shown_warnings: set[str] = set()
+        self._snapshotting: Snapshotting | None = None
+        self._noise_shown: float | None = None
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -92,14 +92,14 @@ class ProgressDisplay:
                 self._step(event)
             case Evaluated():
                 self._meter.pause(event.seconds)
-                self._tell(event_lines.evaluated_line(event))
+                self._print_event(event_lines.evaluated_line(event))
             case Saved():
                 self._meter.pause(event.stall_s)
-                self._tell(event_lines.saved_line(event), style="dim")
+                self._print_event(event_lines.saved_line(event), style="dim")
             case SaveFailed():
-                self._tell(event_lines.save_failed_line(event), style="bold red")
+                self._print_event(event_lines.save_failed_line(event), style="bold red")
             case NoiseSeen():
-                self._hear(event)
+                self._show_noise(event)
             case Resumed():
                 self.print_line(event_lines.resumed_line(event))
             case Warned():
@@ -112,18 +112,18 @@ class ProgressDisplay:
     def _handle_fault(self, event: Event) -> None:
         match event:
             case RankLost():
-                self._lose(event)
+                self._show_lost(event)
             case RanksClosed():
-                self._close_ranks(event)
+                self._show_closed(event)
             case Restored():
                 self._restore(event)
             case Snapshotting():
-                self._keep(event)
+                self._show_snapshotting(event)
             case SlowRank():
-                self._tell(event_lines.slow_line(event), style="yellow")
+                self._print_event(event_lines.slow_line(event), style="yellow")
             case HostChanged():
                 gone = event.change in ("lost", "quarantined")
-                self._tell(event_lines.host_line(event), style="yellow" if gone else "")
+                self._print_event(event_lines.host_line(event), style="yellow" if gone else "")
 
     def print_line(self, text: str, *, style: str = "") -> None:
         """Print a permanent line, above the live one."""
@@ -141,7 +141,7 @@ class ProgressDisplay:
     def close(self) -> None:
         """Leave the last step's line on the screen and release the terminal. May be called again."""
         self._show_latest()
-        self._settle_lost()
+        self._print_lost()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -149,7 +149,7 @@ class ProgressDisplay:
         if failed is not None:
             self.print_line(event_lines.ended_line(failed))
 
-    def _tell(self, text: str, *, style: str = "") -> None:
+    def _print_event(self, text: str, *, style: str = "") -> None:
         """Print a line that belongs after the latest step's."""
         self._show_latest()
         self.print_line(text, style=style)
@@ -170,8 +170,8 @@ class ProgressDisplay:
             self.print_line(started.sync)
         if started.rate:
             self.print_line(started.rate)
-        if told := event_lines.buckets_line(started):
-            self.print_line(told)
+        if shown := event_lines.buckets_line(started):
+            self.print_line(shown)
 
     def _step(self, done: StepDone) -> None:
         self._latest = (done, self._meter.observe(done))
@@ -186,44 +186,44 @@ class ProgressDisplay:
     def _warn(self, event: Warned) -> None:
         """Every generation repeats the warnings of its start; each is shown once."""
         text = event_lines.warned_line(event)
-        if event.step is None and self._started.generation and text in self._said:
+        if event.step is None and self._started.generation and text in self._shown_warnings:
             return
-        self._said.add(text)
+        self._shown_warnings.add(text)
         self.print_line(text, style="yellow")
 
-    def _hear(self, event: NoiseSeen) -> None:
+    def _show_noise(self, event: NoiseSeen) -> None:
         """Shown only if it is news: the scale moved by a third, or by a tenth if that changes the verdict."""
-        scale, told = event.noise_scale, self._noise_told
+        scale, shown = event.noise_scale, self._noise_shown
         if scale is None:
             return
-        if told is not None:
-            far = 0.9 if (scale > event.batch) != (told > event.batch) else 0.75
-            if far * told < scale < told / far:
+        if shown is not None:
+            margin = 0.9 if (scale > event.batch) != (shown > event.batch) else 0.75
+            if margin * shown < scale < shown / margin:
                 return
-        self._noise_told = scale
-        self._tell(event_lines.noise_line(event))
+        self._noise_shown = scale
+        self._print_event(event_lines.noise_line(event))
 
-    def _keep(self, event: Snapshotting) -> None:
-        last, self._kept = self._kept, event
+    def _show_snapshotting(self, event: Snapshotting) -> None:
+        last, self._snapshotting = self._snapshotting, event
         if last is None or (last.every, last.copies) != (event.every, event.copies):
             self.print_line(event_lines.snapshots_line(event), style="dim")
 
-    def _lose(self, event: RankLost) -> None:
+    def _show_lost(self, event: RankLost) -> None:
         self._failed = None
-        self._settle_lost()  # another rank was lost during recovery: the first gets a line of its own
+        self._print_lost()  # another rank was lost during recovery: the first gets a line of its own
         self._lost, self._num_before = event, self._num_before or self._started.world_size
-        self._draw_closing(event_lines.closing_line(event))
+        self._draw_recovery(event_lines.closing_line(event))
 
     def _restore(self, event: Restored) -> None:
         """The state normally comes from memory: only another source, or a corrupt copy, is worth a line."""
         if event.source not in ("memory", "peer"):
-            self._tell(event_lines.restored_line(event), style="yellow")
+            self._print_event(event_lines.restored_line(event), style="yellow")
         elif self._lost is not None:
-            self._draw_closing(f"{event_lines.closing_line(self._lost)} {event_lines.restored_line(event)}")
+            self._draw_recovery(f"{event_lines.closing_line(self._lost)} {event_lines.restored_line(event)}")
         for text in event.notes:
             self.print_line(f"warning: {text}", style="yellow")
 
-    def _close_ranks(self, event: RanksClosed) -> None:
+    def _show_closed(self, event: RanksClosed) -> None:
         lost, self._lost = self._lost, None
         num_before, self._num_before = self._num_before, 0
         if lost is not None:
@@ -232,13 +232,13 @@ class ProgressDisplay:
                 self._is_latest_shown = False
                 self._show_latest()  # over the live line, which showed the recovery
 
-    def _settle_lost(self) -> None:
+    def _print_lost(self) -> None:
         """Print a line for a lost rank if recovery did not complete after it."""
         lost, self._lost = self._lost, None
         if lost is not None:
             self.print_line(event_lines.lost_words(lost), style="bold")
 
-    def _draw_closing(self, text: str) -> None:
+    def _draw_recovery(self, text: str) -> None:
         if self._console.is_interactive:
             self._draw(Text(text, style="bold yellow", no_wrap=True, overflow="ellipsis"))
 

@@ -12,12 +12,12 @@ from closeranks.telemetry import formatting
 from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerStatus
 
 
-def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+def status_text(status: RunStatus, freshness: StatusFreshness, now: float) -> str:
     """The whole output of ``closeranks status``."""
-    parts = [f"{status.run}: {_first_line(status, heard, now)}"]
-    if heard in (StatusFreshness.NOW, StatusFreshness.SILENT):
+    parts = [f"{status.run}: {_first_line(status, freshness, now)}"]
+    if freshness in (StatusFreshness.NOW, StatusFreshness.SILENT):
         parts += [_agent_line(status, now), "", *_worker_rows(status.workers)]
-    if len(status.hosts) > 1 and heard is not StatusFreshness.ENDED:
+    if len(status.hosts) > 1 and freshness is not StatusFreshness.ENDED:
         parts += [
             "",
             *_table(("host", "workers", "state"), [(h.name, str(h.num_workers), h.state) for h in status.hosts]),
@@ -28,15 +28,15 @@ def status_text(status: RunStatus, heard: StatusFreshness, now: float) -> str:
     return "\n".join(parts)
 
 
-def one_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+def one_line(status: RunStatus, freshness: StatusFreshness, now: float) -> str:
     """For output that is not a terminal, where the screen cannot be redrawn."""
-    return _first_line(status, heard, now)
+    return _first_line(status, freshness, now)
 
 
-def _first_line(status: RunStatus, heard: StatusFreshness, now: float) -> str:
+def _first_line(status: RunStatus, freshness: StatusFreshness, now: float) -> str:
     place = _place(status)
     who = f"its agent, process {status.writer.pid} on {status.writer.host},"
-    match heard:
+    match freshness:
         case StatusFreshness.NOW:
             return f"{status.state}, {place}"
         case StatusFreshness.ENDED:
@@ -89,9 +89,9 @@ def _worker_rows(workers: Sequence[WorkerStatus]) -> list[str]:
     return _table(("rank", "host", "process", "step", "doing", "own time", "memory"), rows)
 
 
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
-    lines = (heads, *rows)
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
+    lines = (headings, *rows)
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 

@@ -27,13 +27,13 @@ def data_wait(steps: Sequence[StepDone]) -> str:
     if seconds <= 0:
         return ""
     waited = sum(step.data_wait_s for step in steps) / seconds
-    said = f"{formatting.percent(waited)} of the steps' time"
+    text = f"{formatting.percent(waited)} of the steps' time"
     stages = stage_seconds(steps)
     slowest = max(stages, key=lambda name: stages[name])
     if waited < _NOTICED or stages[slowest] == 0:
-        return said
+        return text
     times = ", ".join(f"{name} {1000 * spent / len(steps):.3g} ms" for name, spent in stages.items() if spent > 0)
-    return f"{said}: {slowest} takes longest (a step: {times}). To wait less: {_HELP[slowest]}"
+    return f"{text}: {slowest} takes longest (a step: {times}). To wait less: {_HELP[slowest]}"
 
 
 def stage_seconds(steps: Sequence[StepDone]) -> dict[str, float]:

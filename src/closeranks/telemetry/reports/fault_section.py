@@ -26,11 +26,11 @@ class _Row:
 
 def fault_section(history: RunHistory, *, failed: bool = False) -> str:
     """The table of faults and their cost; one sentence if there were none; empty if that sentence would mislead."""
-    troubles = history.fault_history
+    faults = history.fault_history
     kept = _kept(history)
-    if not troubles.faults and not troubles.others:
-        said = f"None was recorded. {kept}".rstrip()
-        return "" if failed or not history.steps else f"## Faults\n\n{said}"  # a run that failed says why elsewhere
+    if not faults.faults and not faults.others:
+        text = f"None was recorded. {kept}".rstrip()
+        return "" if failed or not history.steps else f"## Faults\n\n{text}"  # a run that failed says why elsewhere
     rows = sorted((*_fault_rows(history), *_other_rows(history)), key=lambda row: row.at)
     table = [
         "| at | what happened | detected in | closed ranks in | steps redone | continued with |",
@@ -54,8 +54,8 @@ def _cost(history: RunHistory) -> str:
     lost_s, whole_s = history.lost_s, history.seconds
     share = f" of {formatting.duration(whole_s)} ({formatting.percent(lost_s / whole_s)})" if whole_s > lost_s else ""
     redone = formatting.count(history.fault_history.num_redone, "finished step")
-    told = f"until detected, until ranks were closed, and in doing {redone} again"
-    return f"{formatting.count(len(faults), 'fault')}: {formatting.duration(lost_s)}{share} lost in all, {told}."
+    parts = f"until detected, until ranks were closed, and in doing {redone} again"
+    return f"{formatting.count(len(faults), 'fault')}: {formatting.duration(lost_s)}{share} lost in all, {parts}."
 
 
 def _when(history: RunHistory, at: float) -> str:
@@ -83,18 +83,18 @@ def _fault_row(history: RunHistory, fault: RunFault, restored: dict[int, Restore
 
 
 def _other_rows(history: RunHistory) -> list[_Row]:
-    return [_other_row(history, told) for told in history.fault_history.others]
+    return [_other_row(history, timed) for timed in history.fault_history.others]
 
 
-def _other_row(history: RunHistory, told: TimedEvent) -> _Row:
-    match told.event:
+def _other_row(history: RunHistory, timed: TimedEvent) -> _Row:
+    match timed.event:
         case SlowRank():
-            what = event_lines.slow_line(told.event)
+            what = event_lines.slow_line(timed.event)
         case HostChanged():
-            what = event_lines.host_line(told.event)
+            what = event_lines.host_line(timed.event)
         case _:
             what = ""
-    return _Row(told.at, (_when(history, told.at), _in_a_cell(what), *[_NOTHING] * 4))
+    return _Row(timed.at, (_when(history, timed.at), _in_a_cell(what), *[_NOTHING] * 4))
 
 
 def _in_a_cell(text: str) -> str:

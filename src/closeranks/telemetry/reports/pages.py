@@ -24,11 +24,11 @@ def write_pages(
     overrides: Sequence[str] = (),
     failure: str = "",
     is_script: bool = False,
-    draws_beside: bool = False,
+    in_thread: bool = False,
 ) -> None:
     """Write ``report.md``, which is announced through ``tell`` at once, then ``curve.png``. See ``write_report``.
 
-    ``draws_beside``: the plot is drawn by a thread, which the interpreter waits for when it exits.
+    ``in_thread``: the plot is drawn by a thread, which the interpreter waits for when it exits.
     """
     write = partial(write_report, folder, job_file=job_file, overrides=overrides, failure=failure, is_script=is_script)
     try:
@@ -38,13 +38,13 @@ def write_pages(
         tell(f"no report was written ({error.strerror or error}): {how}")
         return
     tell(f"report: {display_path(str(page))}")
-    if draws_beside:
-        threading.Thread(target=_add_picture, args=(folder, write, tell), name="closeranks-picture").start()
+    if in_thread:
+        threading.Thread(target=_add_plot, args=(folder, write, tell), name="closeranks-picture").start()
     else:
-        _add_picture(folder, write, tell)
+        _add_plot(folder, write, tell)
 
 
-def _add_picture(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
+def _add_plot(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
     """Draw the plot, and write the report once more, now with the plot."""
     try:
         if draw_run(folder) is not None:

@@ -62,12 +62,12 @@ def compose(run: RunFolder, history: RunHistory, command: RunCommand, failure: s
     """The whole report."""
     settings = run.resolved()
     name = str(settings.get("run.name") or run.path.resolve().name)
-    picture = f"![Loss, throughput, learning rate and gradient norm]({run.plot.name})" if run.plot.exists() else ""
+    plot = f"![Loss, throughput, learning rate and gradient norm]({run.plot.name})" if run.plot.exists() else ""
     sections = (
         f"# {name}",
         headline(history, failed=bool(failure)),
         _failure_section(run, failure),
-        picture,
+        plot,
         _table(_figures(run, history, settings)),
         fault_section(history, failed=bool(failure)),
         _warning_section(history.warnings),
@@ -201,8 +201,8 @@ def _model_name(settings: ResolvedSettings) -> str:
 
 def _batch(started: RunStarted, settings: ResolvedSettings) -> str:
     whole, length = settings.get("train.global_batch"), settings.get("data.seq_len")
-    said = batch_words(started) or (str(whole) if whole else "")
-    parts = (f"{said} samples" if said else "", f"{length} tokens each" if length else "")
+    batch_text = batch_words(started) or (str(whole) if whole else "")
+    parts = (f"{batch_text} samples" if batch_text else "", f"{length} tokens each" if length else "")
     return ", ".join(filter(None, parts))
 
 
@@ -310,20 +310,20 @@ def latest_save(run: RunFolder, history: RunHistory) -> Saved | None:
 def _warning_section(warnings: Sequence[WarningCount]) -> str:
     if not warnings:
         return ""
-    rows = [f"- {_warning(caution)}" for caution in warnings[:_WARNINGS_SHOWN]]
+    rows = [f"- {_warning(warning)}" for warning in warnings[:_WARNINGS_SHOWN]]
     if len(warnings) > _WARNINGS_SHOWN:
         rows.append(f"- and {len(warnings) - _WARNINGS_SHOWN} more, in the metrics files")
     return "\n".join(["## Warnings", "", *rows])
 
 
-def _warning(caution: WarningCount) -> str:
-    words = [f"step {caution.first_step}"] if caution.first_step is not None else []
-    if caution.ranks != (0,):
-        label = "rank" if len(caution.ranks) == 1 else "ranks"
-        words.append(f"{label} {', '.join(str(rank) for rank in caution.ranks)}")
-    if caution.times > 1:
-        words.append(f"{caution.times} times")
-    return caution.what + (f" ({', '.join(words)})" if words else "")
+def _warning(warning: WarningCount) -> str:
+    words = [f"step {warning.first_step}"] if warning.first_step is not None else []
+    if warning.ranks != (0,):
+        label = "rank" if len(warning.ranks) == 1 else "ranks"
+        words.append(f"{label} {', '.join(str(rank) for rank in warning.ranks)}")
+    if warning.times > 1:
+        words.append(f"{warning.times} times")
+    return warning.what + (f" ({', '.join(words)})" if words else "")
 
 
 def _next_section(run: RunFolder, history: RunHistory, job: ResolvedSettings, command: RunCommand) -> str:

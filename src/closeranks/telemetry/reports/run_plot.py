@@ -20,7 +20,7 @@ from closeranks.telemetry.run_log.run_folder import RunFolder
 from closeranks.telemetry.run_log.run_history import RunHistory, load_history
 
 _INK = "#1f2933"
-_QUIET = "#7b8794"
+_GRAY = "#7b8794"
 _GRID = "#e6eaef"
 _BLUE = "#2563a8"
 _ORANGE = "#e07b28"
@@ -77,7 +77,7 @@ def _figure(history: RunHistory, name: str) -> Any:
     _draw_learning(panels.rate, history.steps, is_narrow=bool(metrics))
     _mark_restarts(panels.loss, history)
     figure.text(0.07, 0.95, name, fontsize=15, fontweight="bold", color=_INK, va="center")
-    figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=_QUIET, va="center")
+    figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=_GRAY, va="center")
     return figure
 
 
@@ -110,20 +110,20 @@ def _tidy(axes: Any, history: RunHistory) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#c3cbd4")
-    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3, which="both")
+    axes.tick_params(colors=_GRAY, labelsize=8.5, length=3, which="both")
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     first, last = history.steps[0].step, history.steps[-1].step
     axes.set_xlim(first - 1, last + max(0.5, 0.01 * (last - first)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: formatting.tick(value))
-    axes.set_xlabel("step", fontsize=8.5, color=_QUIET, labelpad=2)
+    axes.set_xlabel("step", fontsize=8.5, color=_GRAY, labelpad=2)
 
 
 def _title(axes: Any, text: str, value: str = "", color: str = _INK) -> None:
     """The quantity on the left, its value on the right, instead of a legend."""
     axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7)
-    axes.set_title(value, loc="right", fontsize=9.5, color=_QUIET, pad=7)
+    axes.set_title(value, loc="right", fontsize=9.5, color=_GRAY, pad=7)
 
 
 def _draw_loss(axes: Any, history: RunHistory) -> None:
@@ -134,10 +134,8 @@ def _draw_loss(axes: Any, history: RunHistory) -> None:
     if is_log:
         axes.set_yscale("log")
     few = len(raw.steps) < 30
-    light = downsample(raw)
-    axes.plot(
-        light.steps, light.values, color=_BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3
-    )
+    thin = downsample(raw)
+    axes.plot(thin.steps, thin.values, color=_BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3)
     axes.plot(
         smooth.steps, smooth.values, color=_BLUE, linewidth=2.1, label="training, smoothed", solid_capstyle="round"
     )
@@ -170,20 +168,20 @@ def _mark_skipped(axes: Any, history: RunHistory) -> None:
     skipped = [step.step for step in history.steps if not step.taken]
     if skipped:
         label = formatting.count(len(skipped), "skipped step")
-        feet = axes.get_xaxis_transform()
+        transform = axes.get_xaxis_transform()
         axes.plot(
-            skipped, [0.015] * len(skipped), color=_RED, marker="|", markersize=9, linestyle="", transform=feet,
+            skipped, [0.015] * len(skipped), color=_RED, marker="|", markersize=9, linestyle="", transform=transform,
             label=label, clip_on=False,
         )  # fmt: skip
 
 
 def _mark_restarts(axes: Any, history: RunHistory) -> None:
     for place, step in enumerate(history.restarts):
-        axes.axvline(step, color=_QUIET, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
+        axes.axvline(step, color=_GRAY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
         if place < 6:  # beyond that the labels would overlap
             axes.annotate(
                 f"resumed from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                textcoords="offset points", fontsize=8, color=_QUIET, va="top", ha="left",
+                textcoords="offset points", fontsize=8, color=_GRAY, va="top", ha="left",
             )  # fmt: skip
 
 
@@ -269,11 +267,11 @@ def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -
     """Gradient norm on the left axis, learning rate on the right; each title in its line's colour."""
     numbers = tuple(step.step for step in steps)
     norm = StepCurve(numbers, tuple(step.grad_norm for step in steps))
-    light, smooth = downsample(norm), smooth_curve(norm)
+    thin, smooth = downsample(norm), smooth_curve(norm)
     is_log = wants_log_scale(norm.values)
     if is_log:
         axes.set_yscale("log")
-    axes.plot(light.steps, light.values, color=_PURPLE, alpha=0.25, linewidth=0.8)
+    axes.plot(thin.steps, thin.values, color=_PURPLE, alpha=0.25, linewidth=0.8)
     axes.plot(smooth.steps, smooth.values, color=_PURPLE, linewidth=1.8)
     bounds = axis_limits(norm, smooth, is_log=is_log)
     if bounds is not None:
@@ -282,7 +280,7 @@ def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -
     for side in ("top", "left", "bottom"):
         right.spines[side].set_visible(False)
     right.spines["right"].set_color("#c3cbd4")
-    right.tick_params(colors=_QUIET, labelsize=8.5, length=3)
+    right.tick_params(colors=_GRAY, labelsize=8.5, length=3)
     right.plot(numbers, [step.lr for step in steps], color=_INK, linewidth=1.6)
     right.set_ylim(0, 1.12 * (max((step.lr for step in steps), default=0.0) or 1.0))
     right.yaxis.set_major_formatter(lambda value, _: formatting.tick(value))

@@ -51,7 +51,7 @@ class EventRecorder:
         self._lock = threading.RLock()
         run = RunFolder(folder)
         path = run.agent if rank == AGENT else run.metrics(rank)
-        self._news = ""
+        self._notice = ""
         """A message about the file, to be recorded with the next event."""
         try:
             self._file = AppendFile(path, self._on_lost, self._on_back, must_open=must_open)
@@ -84,19 +84,21 @@ class EventRecorder:
         line = {"event": event.name, "at": time.time(), "rank": self._rank}
         line.update((name, getattr(event, name)) for name in names)
         self._file.write(to_line(line))
-        if self._news:
-            news, self._news = self._news, ""
-            self.emit(Warned(news))
+        if self._notice:
+            notice, self._notice = self._notice, ""
+            self.emit(Warned(notice))
 
     def _on_lost(self, why: str) -> None:
-        self._news = f"{self._whose} cannot be written ({why}): training continues; they are written once they can be"
+        self._notice = (
+            f"{self._subject} cannot be written ({why}): training continues; they are written once they can be"
+        )
 
     def _on_back(self, num_dropped: int) -> None:
         lost = f"{num_dropped} bytes of them were lost" if num_dropped else "nothing was lost"
-        self._news = f"{self._whose} are written again; {lost}"
+        self._notice = f"{self._subject} are written again; {lost}"
 
     @property
-    def _whose(self) -> str:
+    def _subject(self) -> str:
         return "the agent's metrics" if self._rank == AGENT else f"the metrics of rank {self._rank}"
 
     def _remove(self, sink: Sink, error: Exception) -> None:
@@ -138,10 +140,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return _sound(_with_nonfinite(values)) if isinstance(values, dict) else None
+    return _without_nonfinite_values(_with_nonfinite(values)) if isinstance(values, dict) else None
 
 
-def _sound(values: dict[str, Any]) -> dict[str, Any]:
+def _without_nonfinite_values(values: dict[str, Any]) -> dict[str, Any]:
     """Fields that every line has are dropped if they have the wrong type: a file may have come from anywhere."""
     for key, kinds in _COMMON.items():
         if key in values and (type(values[key]) not in kinds or not -_FAR <= values[key] <= _FAR):

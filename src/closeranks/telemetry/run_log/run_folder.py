@@ -70,8 +70,8 @@ class RunFolder:
     @property
     def touched_at(self) -> float:
         """The wall-clock time of the last write to this run."""
-        told = (self.status, self.metrics(0), self.agent, self.job)
-        return max((path.stat().st_mtime for path in told if path.exists()), default=0.0)
+        files = (self.status, self.metrics(0), self.agent, self.job)
+        return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
     def metrics(self, rank: int) -> Path:
         return self.path / "metrics" / f"rank-{rank:05d}.jsonl"

@@ -142,12 +142,12 @@ class RunHistory:
         )
 
 
-class _Fold:
+class _HistoryBuilder:
     """Folds rank 0's events, in order, into the final history."""
 
     def __init__(self) -> None:
         self.starts: list[RunStarted] = []
-        self.heard: list[tuple[float, float]] = []
+        self.intervals: list[tuple[float, float]] = []
         self.steps: dict[int, StepDone] = {}
         self.first_steps: set[int] = set()
         self.evals: dict[int, Evaluated] = {}
@@ -185,25 +185,25 @@ class _Fold:
                 self.noise = event if event.noise_scale is not None else self.noise
             case RunEnded():
                 self.ended = event if event.reason != REGROUPED else None
-        if self.heard:
-            self.heard[-1] = (self.heard[-1][0], max(at, self.heard[-1][1]))
+        if self.intervals:
+            self.intervals[-1] = (self.intervals[-1][0], max(at, self.intervals[-1][1]))
 
     def _begin(self, started: RunStarted, at: float) -> None:
-        self._go_back_to(started.first_step)
-        if started.generation and self.heard:  # recovery time belongs to the run
-            first, last = self.heard[-1]
-            self.heard[-1] = (first, max(at, last))
+        self._rewind_to(started.first_step)
+        if started.generation and self.intervals:  # recovery time belongs to the run
+            first, last = self.intervals[-1]
+            self.intervals[-1] = (first, max(at, last))
         self.starts.append(started)
-        self.heard.append((at, at))
+        self.intervals.append((at, at))
         self.ended = None
 
-    def _go_back_to(self, step: int) -> None:
+    def _rewind_to(self, step: int) -> None:
         self.steps = {number: done for number, done in self.steps.items() if number <= step}
         self.evals = {number: done for number, done in self.evals.items() if number <= step}
         self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
 
-    def history(self, warnings: tuple[WarningCount, ...], troubles: FaultHistory) -> RunHistory:
-        times = zip(self.starts, self.heard, strict=True)
+    def history(self, warnings: tuple[WarningCount, ...], faults: FaultHistory) -> RunHistory:
+        times = zip(self.starts, self.intervals, strict=True)
         return RunHistory(
             starts=tuple(GenerationStart(started, last - first, first) for started, (first, last) in times),
             steps=tuple(self.steps[number] for number in sorted(self.steps)),
@@ -217,7 +217,7 @@ class _Fold:
             restored=tuple(self.restored),
             compressed=tuple(self.compressed[number] for number in sorted(self.compressed)),
             snapshots=self.snapshots,
-            fault_history=troubles,
+            fault_history=faults,
             noise=self.noise,
         )
 
@@ -228,7 +228,7 @@ def build_history(
     agent: Iterable[TimedEvent] = (),
 ) -> RunHistory:
     """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` the agent's events."""
-    state = _Fold()
+    state = _HistoryBuilder()
     warned: list[dict[str, Any]] = []
     for fields, event in lines:
         state.add(event, float(fields.get("at", 0.0)))
@@ -242,9 +242,9 @@ def _gather(warned: Iterable[dict[str, Any]]) -> tuple[WarningCount, ...]:
 
     A warning that a later generation repeats at its start is the same warning again, not another.
     """
-    said: dict[str, list[dict[str, Any]]] = {}
+    by_text: dict[str, list[dict[str, Any]]] = {}
     for fields in warned:
-        times = said.setdefault(_words(fields), [])
+        times = by_text.setdefault(_words(fields), [])
         if not times or not fields.get("generation") or fields.get("step") is not None:
             times.append(fields)
     return tuple(
@@ -254,7 +254,7 @@ def _gather(warned: Iterable[dict[str, Any]]) -> tuple[WarningCount, ...]:
             ranks=tuple(sorted({int(fields.get("rank", 0)) for fields in times})),
             first_step=min((fields["step"] for fields in times if fields.get("step") is not None), default=None),
         )
-        for what, times in said.items()
+        for what, times in by_text.items()
     )
 
 

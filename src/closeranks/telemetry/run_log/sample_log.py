@@ -34,7 +34,7 @@ class SampleLog:
     """Records that were replaced by one with other samples: none, unless the order of a run was broken."""
 
     def samples_of(self, step: int) -> tuple[int, ...]:
-        return tuple(sample for taken in self.steps.get(step, ()) for sample in taken.samples)
+        return tuple(sample for logged in self.steps.get(step, ()) for sample in logged.samples)
 
 
 def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
@@ -42,14 +42,14 @@ def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
     latest: dict[tuple[int, int], LoggedMicroBatch] = {}
     conflicts: list[LoggedMicroBatch] = []
     for row in rows:
-        taken = LoggedMicroBatch(
+        logged = LoggedMicroBatch(
             int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ()))
         )
-        place = (taken.step, taken.micro_batch)
+        place = (logged.step, logged.micro_batch)
         earlier = latest.get(place)
-        if earlier is not None and earlier.samples != taken.samples:
+        if earlier is not None and earlier.samples != logged.samples:
             conflicts.append(earlier)
-        latest[place] = taken
+        latest[place] = logged
     steps: dict[int, list[LoggedMicroBatch]] = {}
     for place in sorted(latest):
         steps.setdefault(place[0], []).append(latest[place])
