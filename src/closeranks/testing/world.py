@@ -83,7 +83,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
         ranks: list[_Rank] = []
         try:
             for rank in range(size):  # one by one: if a start fails, those started before must be ended
-                ranks.append(_Rank(_Seat(rank, size, folder, child_environment(1), timeout_s), fn, args))  # noqa: PERF401
+                ranks.append(_Rank(_RankSetup(rank, size, folder, child_environment(1), timeout_s), fn, args))  # noqa: PERF401
             return _gather(ranks, time.monotonic() + timeout_s)
         finally:
             for one in ranks:
@@ -92,7 +92,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _RankSetup:
     """What a rank receives before it starts."""
 
     rank: int
@@ -109,12 +109,12 @@ class _Seat:
 class _Rank:
     """One rank, from the caller's side."""
 
-    def __init__(self, seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, setup: _RankSetup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = _server()
-        self.rank = seat.rank
+        self.rank = setup.rank
         self.reports, report = context.Pipe(duplex=False)
         self.stacks, stack = context.Pipe(duplex=False)
-        self._process: ForkServerProcess = context.Process(target=_be_rank, args=(seat, report, stack, fn, args))
+        self._process: ForkServerProcess = context.Process(target=_run_rank, args=(setup, report, stack, fn, args))
         with report, stack:
             self._process.start()
 
@@ -135,9 +135,9 @@ class _Rank:
 
     def stack(self) -> str:
         """What faulthandler answered; it does so even inside a blocked collective."""
-        text, patience_s = b"", _STACK_S
-        while wait([self.stacks], patience_s) and (piece := os.read(self.stacks.fileno(), 1 << 16)):
-            text, patience_s = text + piece, 0.1
+        text, wait_s = b"", _STACK_S
+        while wait([self.stacks], wait_s) and (piece := os.read(self.stacks.fileno(), 1 << 16)):
+            text, wait_s = text + piece, 0.1
         return text.decode(errors="replace") or "(no Python stack: it had not started)"
 
     def end(self) -> None:
@@ -192,37 +192,39 @@ def _print_outputs(folder: str, size: int) -> None:
             print(f"[rank {rank}] {line}")
 
 
-def _be_rank(seat: _Seat, report: Connection, stack: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_rank(
+    setup: _RankSetup, report: Connection, stack: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """Main function of a rank. When done it waits to be killed: leaving early would break its peers' connections."""
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     die_with_parent(os.getppid())
     try:
-        _form_group(seat)
-        told = pickle.dumps(fn(*args))
+        _form_group(setup)
+        payload = pickle.dumps(fn(*args))
     except BaseException as error:
         kind: Literal["raised", "echoed"] = "echoed" if is_consequence(error) else "raised"
-        told = pickle.dumps(Failure(seat.rank, kind, traceback.format_exc(), time.monotonic()))
+        payload = pickle.dumps(Failure(setup.rank, kind, traceback.format_exc(), time.monotonic()))
     sys.stdout.flush()
     sys.stderr.flush()
-    report.send_bytes(told)
+    report.send_bytes(payload)
     signal.pause()
 
 
-def _form_group(seat: _Seat) -> None:
-    output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _form_group(setup: _RankSetup) -> None:
+    output = os.open(setup.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.environ.clear()
-    os.environ.update(seat.environment)
+    os.environ.update(setup.environment)
     # Gloo takes the interface that the host's name resolves to, which in a container may lead nowhere.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    set_world(World(seat.rank, seat.size, seat.rank, seat.size, launcher="testing"))
+    set_world(World(setup.rank, setup.size, setup.rank, setup.size, launcher="testing"))
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore  # torch.distributed offers it, but not to type checkers
 
     torch.set_num_threads(1)
-    store = FileStore(f"{seat.folder}/store", seat.size)  # a file, not a port: nothing to collide with
-    patience = timedelta(seconds=seat.timeout_s + 60.0)  # longer than ours, so that a hang is ours to report
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=patience)
+    store = FileStore(f"{setup.folder}/store", setup.size)  # a file, not a port: nothing to collide with
+    timeout = timedelta(seconds=setup.timeout_s + 60.0)  # longer than ours, so that a hang is ours to report
+    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.size, timeout=timeout)
