@@ -49,15 +49,15 @@ class WritersDie(Patient):
 
     def on_start(self, session: Session) -> None:
         failpoints._REQUESTED = None
-        notes, last_words = session.folder / f"deaths-{session.world.rank}", WriterClient._last_words
+        notes, exit_reason = session.folder / f"deaths-{session.world.rank}", WriterClient._exit_reason
 
-        def noted(courier: WriterClient) -> str:
-            words = last_words(courier)
+        def noted(client: WriterClient) -> str:
+            words = exit_reason(client)
             with notes.open("a") as file:
                 file.write(words + "\n")
             return words
 
-        WriterClient._last_words = noted  # type: ignore[method-assign]
+        WriterClient._exit_reason = noted  # type: ignore[method-assign]
 
     def on_step(self, session: Session, step: Any) -> None:
         super().on_step(session, step)

@@ -132,10 +132,10 @@ class Impatient(Hook):
         assert saver is not None
         if step.step == 3:
             fcntl.ioctl(self._handle, _FIFREEZE, 0)
-            self._usual_s, saver._courier._patience_s = saver._courier._patience_s, 0.3
+            self._usual_s, saver._client._patience_s = saver._client._patience_s, 0.3
         elif step.step == 5:
             fcntl.ioctl(self._handle, _FITHAW, 0)
-            saver._courier._patience_s = self._usual_s
+            saver._client._patience_s = self._usual_s
 
 
 @pytest.mark.usefixtures("alone")

@@ -109,7 +109,7 @@ def test_only_unfinished_folders_older_than_the_save_go() -> None:
     folders = [folder(1, is_whole=False), folder(2), folder(3, is_whole=False), folder(5, is_whole=False)]
     assert plan_removal(folders, RetentionPolicy(2), folder_name(3)).folders == (folder_name(1),)
     assert plan_removal(folders, RetentionPolicy(2), folder_name(4)).folders == (folder_name(1), folder_name(3))
-    assert plan_removal(folders, RetentionPolicy(2), folder_name(4), spare=[folder_name(1)]).folders == (
+    assert plan_removal(folders, RetentionPolicy(2), folder_name(4), protected=[folder_name(1)]).folders == (
         folder_name(3),
     )
 

@@ -262,7 +262,7 @@ def test_a_writer_that_dies_is_replaced(saver: TakingSaver, tmp_path: Path) -> N
     state = torch.ones(10)
     saver.make_ready(items(state))
     saver._background.drain()
-    process = saver._courier._process
+    process = saver._client._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     saver.take(1, items(state), {})
@@ -286,7 +286,7 @@ def test_saved_at_once_it_is_the_same_without_buffer_or_process(saver: TakingSav
     reports = saver.save_now(2, items(*state), {"n": 1})
     assert kinds(reports, "token-1")[0] == "written"
     assert "committed" in kinds(reports, "token-1")
-    assert not saver._courier.is_alive
+    assert not saver._client.is_alive
     storage = open_storage(tmp_path)
     one, other = (CheckpointReader(storage, f"step-0000000{step}").manifest for step in (1, 2))
     assert one.digests() == other.digests()
@@ -301,7 +301,7 @@ def test_a_save_under_way_is_given_up_when_patience_ends(saver: TakingSaver, tmp
     state = torch.ones(10)
     saver.make_ready(items(state))
     saver._background.drain()
-    process = saver._courier._process
+    process = saver._client._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     saver.take(1, items(state), {})
@@ -313,13 +313,13 @@ def test_a_save_under_way_is_given_up_when_patience_ends(saver: TakingSaver, tmp
 
 def test_full_and_remote_saves_follow_the_config(tmp_path: Path) -> None:
     saver = make(tmp_path / "near", remote=str(tmp_path / "far"), remote_every=2, full_every=3)
-    orders = [saver._order(step, {}, None, None, None) for step in range(7)]
+    orders = [saver._new_task(step, {}, None, None, None) for step in range(7)]
     assert [order.is_full for order in orders] == [True, False, False, True, False, False, True]
     assert [order.to_remote for order in orders] == [True, False, True, False, True, False, True]
     assert [saver.went_remote(step) for step in range(8)] == [True, False, True, False, True, False, True, False]
-    said = saver._order(7, {}, None, to_remote=True, is_full=True)
+    said = saver._new_task(7, {}, None, to_remote=True, is_full=True)
     assert saver.went_remote(7)
-    saver._order(7, {}, None, to_remote=False, is_full=None)
+    saver._new_task(7, {}, None, to_remote=False, is_full=None)
     assert not saver.went_remote(7)
     assert said.is_full
     assert said.to_remote
@@ -328,9 +328,9 @@ def test_full_and_remote_saves_follow_the_config(tmp_path: Path) -> None:
 
 def test_where_there_is_no_second_place_nothing_goes_to_it(saver: TakingSaver) -> None:
     for step in range(1000):
-        assert saver._order(step, {}, None, to_remote=True, is_full=None).to_remote
+        assert saver._new_task(step, {}, None, to_remote=True, is_full=None).to_remote
         assert not saver.went_remote(step)
-    assert len(saver._went_remote) < 100
+    assert len(saver._saved_remotely) < 100
 
 
 def test_both_places_are_waited_for(tmp_path: Path) -> None:

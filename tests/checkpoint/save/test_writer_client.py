@@ -173,25 +173,25 @@ def test_a_writer_that_is_stuck_is_given_up(tmp_path: Path) -> None:
 def test_a_lane_at_work_does_not_hide_one_that_is_stuck(tmp_path: Path) -> None:
     one = WriterClient(settings(tmp_path / "near", remote=str(tmp_path / "far")), patience_s=5.0)
     now = time.monotonic()
-    one._flights = {f"token-{step}": PendingSave(order(step)[0], now - 4.0) for step in (1, 2, 3)}
+    one._pending = {f"token-{step}": PendingSave(order(step)[0], now - 4.0) for step in (1, 2, 3)}
 
     def silent_s() -> list[int]:
-        return [round(time.monotonic() - flight.heard_at) for flight in one._flights.values()]
+        return [round(time.monotonic() - pending.heard_at) for pending in one._pending.values()]
 
-    one._hear(writer_messages.WriterMessage({"beat": "token-1"}, None))
+    one._handle_message(writer_messages.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 0, 0], "those in the queue wait for the one at work"
-    one._hear(writer_messages.WriterMessage({"passed": "token-1"}, None))
-    for flight in one._flights.values():
-        flight.heard_at = now - 4.0
-    one._hear(writer_messages.WriterMessage({"beat": "token-1"}, None))
+    one._handle_message(writer_messages.WriterMessage({"passed": "token-1"}, None))
+    for pending in one._pending.values():
+        pending.heard_at = now - 4.0
+    one._handle_message(writer_messages.WriterMessage({"beat": "token-1"}, None))
     assert silent_s() == [0, 4, 4]
-    one._hear(
+    one._handle_message(
         writer_messages.WriterMessage({"report": encode_report(SaveReport("written", "token-1", 1, "remote"))}, None)
     )
-    one._hear(writer_messages.WriterMessage({"done": "token-1"}, None))
+    one._handle_message(writer_messages.WriterMessage({"done": "token-1"}, None))
     assert silent_s() == [4, 4]
-    for flight in one._flights.values():
-        flight.heard_at = now - 6.0
+    for pending in one._pending.values():
+        pending.heard_at = now - 6.0
     assert [report.save for report in one.poll() if report.kind == "released"] == ["token-2", "token-3"]
 
 

@@ -180,7 +180,7 @@ class Shoot(Hook):
         saver = session._capture.checkpoints._saver
         assert saver is not None
         if session.world.rank == 1 and step.step in (9, 12):
-            while (process := saver._courier._process) is None:
+            while (process := saver._client._process) is None:
                 time.sleep(0.01)
             process.send_signal(signal.SIGSTOP if step.step == 9 else signal.SIGKILL)
 

@@ -25,7 +25,7 @@ from closeranks.elastic.snapshot_writer import SnapshotResult, SnapshotWriter
 from closeranks.facts.memory.state_bytes import snapshot_bytes
 from closeranks.run.worker.agent_client import configure_worker
 from tests.capture.changes import changed
-from tests.elastic.boxes import make_boxes, shared_memory
+from tests.elastic.snapshot_files import make_snapshot_files, shared_memory
 from tests.run import small
 from tests.run.generations import Case, assert_same, events, files, losses, run, run_and_die
 
@@ -40,7 +40,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def shelf(place: Path) -> Iterator[SnapshotPaths]:
-    found = SnapshotPaths(make_boxes(place, 1), 0)
+    found = SnapshotPaths(make_snapshot_files(place, 1), 0)
     configure_worker(snapshot_paths=found)
     yield found
     configure_worker()
@@ -287,7 +287,7 @@ class StoppedWriter(Hook):
     def on_step(self, session: Session, step: StepDone) -> None:
         saver = session._capture.checkpoints._saver
         while step.step == 2 and not self._is_stopped:
-            process = saver._courier._process if saver is not None else None
+            process = saver._client._process if saver is not None else None
             if process is not None:
                 os.kill(process.pid, signal.SIGSTOP)
                 self._is_stopped = True

@@ -37,17 +37,17 @@ def convert(
     if "://" in str(out) or ":/" in str(out):
         raise CheckpointError(f"{out} is not a local path", "Convert to a local folder, and copy it from there.")
     export.refuse_existing(out)
-    outgoing, path, notes = _opened(source, to)
-    on_total(outgoing.num_bytes)
+    export_source, path, notes = _opened(source, to)
+    on_total(export_source.num_bytes)
     if to == "closeranks":
-        export.to_closeranks(outgoing, out, path, on_bytes)
+        export.to_closeranks(export_source, out, path, on_bytes)
     elif to == "dcp":
-        export.to_dcp(outgoing, out, on_bytes)
+        export.to_dcp(export_source, out, on_bytes)
     elif to == "torch":
-        export.to_torch(outgoing, out, on_bytes)
+        export.to_torch(export_source, out, on_bytes)
     else:
-        export.to_safetensors(outgoing, out, on_bytes)
-    return ConvertedCheckpoint(path, len(outgoing.tensors), outgoing.num_bytes, notes)
+        export.to_safetensors(export_source, out, on_bytes)
+    return ConvertedCheckpoint(path, len(export_source.tensors), export_source.num_bytes, notes)
 
 
 def _opened(source: str, to: str) -> tuple[ExportSource, str, tuple[str, ...]]:

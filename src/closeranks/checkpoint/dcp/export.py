@@ -38,39 +38,41 @@ OnBytes = Callable[[int], None]
 _FILE = "__0_0.distcp"
 
 
-def to_closeranks(outgoing: ExportSource, out: Path, source: str, on_bytes: OnBytes) -> None:
+def to_closeranks(export_source: ExportSource, out: Path, source: str, on_bytes: OnBytes) -> None:
     """A checkpoint of step 0 that holds only weights, and says so in its tree."""
-    with _appearing(out) as aside:
+    with _renamed_when_done(out) as temporary:
         tree = {"weights_only": True, "source": source}
         # It is read twice: once for the checksums, once to be written.
-        _save(CheckpointStorageWriter(aside, 0, tree=tree), outgoing, lambda num_bytes: on_bytes(num_bytes // 2))
+        _save(
+            CheckpointStorageWriter(temporary, 0, tree=tree), export_source, lambda num_bytes: on_bytes(num_bytes // 2)
+        )
 
 
-def to_dcp(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
+def to_dcp(export_source: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """A folder that ``torch.distributed.checkpoint.load`` reads."""
-    with _appearing(out) as aside:
-        aside.mkdir()
-        _save(_OneByOne(aside), outgoing, on_bytes)
-        fsync_folder(aside)
+    with _renamed_when_done(out) as temporary:
+        temporary.mkdir()
+        _save(_OneByOne(temporary), export_source, on_bytes)
+        fsync_folder(temporary)
 
 
-def to_torch(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
+def to_torch(export_source: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """A file for ``torch.load(weights_only=True)``: tensors by their names in the model. Holds all of it in memory."""
     found = {}
-    for tensor in outgoing.tensors:
+    for tensor in export_source.tensors:
         found[model_key(tensor)] = tensor.read(Piece.whole(tensor.name, tensor.shape))
         on_bytes(tensor.num_bytes)
-    with _appearing(out) as aside, aside.open("wb") as file:
+    with _renamed_when_done(out) as temporary, temporary.open("wb") as file:
         _torch_save(found, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def to_safetensors(outgoing: ExportSource, out: Path, on_bytes: OnBytes) -> None:
+def to_safetensors(export_source: ExportSource, out: Path, on_bytes: OnBytes) -> None:
     """One safetensors file: tensors by their names in the model."""
     # Larger elements first, so that all tensors are aligned.
-    tensors = sorted(outgoing.tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    with _appearing(out) as aside, aside.open("wb") as file:
+    tensors = sorted(export_source.tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    with _renamed_when_done(out) as temporary, temporary.open("wb") as file:
         file.write(_header(tensors))
         for tensor in tensors:
             for band in row_bands(Piece.whole(tensor.name, tensor.shape), tensor.dtype.itemsize):
@@ -102,11 +104,11 @@ def _header(tensors: list[LazyTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _save(writer: StorageWriter, outgoing: ExportSource, on_bytes: OnBytes) -> None:
+def _save(writer: StorageWriter, export_source: ExportSource, on_bytes: OnBytes) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
         try:
-            save({}, storage_writer=writer, planner=LazySavePlanner(outgoing, on_bytes), no_dist=True)
+            save({}, storage_writer=writer, planner=LazySavePlanner(export_source, on_bytes), no_dist=True)
         except CheckpointException as error:
             raise next(failure for failure, _ in error.failures.values()) from error
 
@@ -141,23 +143,23 @@ class _OneByOne(FileSystemWriter):
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
+def _renamed_when_done(out: Path) -> Iterator[Path]:
     """A temporary path beside ``out`` that is renamed to ``out`` at the end; removed on failure."""
     refuse_existing(out)
-    aside = out.parent / f".{out.name}.{secrets.token_hex(4)}.aside"
+    temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}.aside"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        yield aside
+        yield temporary
         refuse_existing(out)  # another process may have created it meanwhile
-        aside.rename(out)
+        temporary.rename(out)
         fsync_folder(out.parent)
     except OSError as error:
         why = error.strerror or str(error)
         raise SetupError(f"{out} cannot be written: {why}", "Check the path and the space left.") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if aside.is_file():
-            aside.unlink()
+        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.is_file():
+            temporary.unlink()
 
 
 def refuse_existing(out: Path) -> None:

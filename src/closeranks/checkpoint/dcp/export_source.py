@@ -54,28 +54,30 @@ class ExportSource:
 def source_from_weights(weights: Weights, names: Names) -> ExportSource:
     """A model's weights, at the model's path in a state dict."""
 
-    def outgoing(key: str, shape: tuple[int, ...]) -> LazyTensor:
-        place = TensorKey("model", key)
-        name, path = names.name(place), names.path(place)
+    def lazy_tensor(key: str, shape: tuple[int, ...]) -> LazyTensor:
+        tensor_key = TensorKey("model", key)
+        name, path = names.name(tensor_key), names.path(tensor_key)
         assert name is not None
         assert path is not None
         return LazyTensor(name, path, tuple(shape), weights.dtype(key), lambda piece: weights.read(key, piece))
 
-    return ExportSource(tuple(outgoing(key, shape) for key, shape in weights.names().items()))
+    return ExportSource(tuple(lazy_tensor(key, shape) for key, shape in weights.names().items()))
 
 
 def source_from_checkpoint(reader: CheckpointReader) -> ExportSource:
     """Everything of a checkpoint that a DCP state dict can hold: model, optimizer, other tensors, values."""
     listed = list_for_dcp(reader.manifest, None)
-    shapes = {section: reader.shapes(section) for section in {place.section for place in listed.tensors.values()}}
+    shapes = {
+        section: reader.shapes(section) for section in {tensor_key.section for tensor_key in listed.tensors.values()}
+    }
 
-    def outgoing(name: str, place: TensorKey) -> LazyTensor:
-        section, key = place.section, place.key
+    def lazy_tensor(name: str, tensor_key: TensorKey) -> LazyTensor:
+        section, key = tensor_key.section, tensor_key.key
         dtype = reader.dtype(section, key)
         return LazyTensor(
             name, listed.paths[name], shapes[section][key], dtype, lambda piece: reader.read(section, key, piece)
         )
 
-    tensors = tuple(outgoing(name, place) for name, place in listed.tensors.items())
+    tensors = tuple(lazy_tensor(name, tensor_key) for name, tensor_key in listed.tensors.items())
     values = {name: decode(value) for name, value in listed.values.items()}
     return ExportSource(tensors, values, {name: listed.paths.get(name, (name,)) for name in values})

@@ -47,7 +47,7 @@ class DcpIndex:
     """Non-tensor values by name: pickled, and never unpickled here."""
 
 
-class _Misfit(Exception):
+class _BadIndex(Exception):
     pass
 
 
@@ -55,7 +55,7 @@ def parse_index(metadata: PickledRecord, name: str) -> DcpIndex:
     """``name``: of the metadata file, for errors."""
     try:
         return _index(metadata)
-    except _Misfit as error:
+    except _BadIndex as error:
         what = f"{name} is damaged or invalid: {error}"
         raise CheckpointError(what, "Copy the folder again from where it was saved.") from None
 
@@ -74,7 +74,7 @@ def _index(metadata: PickledRecord) -> DcpIndex:
         elif record.kind == "BytesStorageMetadata":
             values[what] = _slot(slots, what, None)
         else:
-            raise _Misfit(f"'{what}' is neither a tensor nor a value")
+            raise _BadIndex(f"'{what}' is neither a tensor nor a value")
     return DcpIndex(tensors, values)
 
 
@@ -85,19 +85,19 @@ def _slots(rows: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Dcp
         name, offset = _of(str, index.get("fqn"), "name"), index.get("offset")
         file = _of(str, info.get("relative_path"), "file name")
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _Misfit(f"'{name}' is listed in '{file}', which is not a file beside the metadata")
+            raise _BadIndex(f"'{name}' is listed in '{file}', which is not a file beside the metadata")
         if info.get("transform_descriptors"):
-            raise _Misfit(f"'{name}' was saved through an extension ({info.get('transform_descriptors')})")
+            raise _BadIndex(f"'{name}' was saved through an extension ({info.get('transform_descriptors')})")
         slot = DcpFileRange(file, _count(info.get("offset"), "offset"), _count(info.get("length"), "length"))
         if found.setdefault((name, None if offset is None else _size(offset)), slot) != slot:
-            raise _Misfit(f"'{name}' is listed in two places")
+            raise _BadIndex(f"'{name}' is listed in two places")
     return found
 
 
 def _slot(slots: Mapping[Any, DcpFileRange], name: str, offset: tuple[int, ...] | None) -> DcpFileRange:
     slot = slots.get((name, offset))
     if slot is None:
-        raise _Misfit(f"the metadata does not say where '{name}' lies")
+        raise _BadIndex(f"the metadata does not say where '{name}' lies")
     return slot
 
 
@@ -106,20 +106,20 @@ def _stored(name: str, record: PickledRecord, path: StatePath, slots: Mapping[An
     state = properties.__dict__.get("state")
     dtype = state[0] if isinstance(state, tuple) and state else None
     if dtype not in DTYPES:
-        raise _Misfit(f"the type of '{name}' is not known")
+        raise _BadIndex(f"the type of '{name}' is not known")
     shape = _size(record.get("size"))
     chunks = []
     for row in _of(list, record.get("chunks"), f"chunks of '{name}'"):
         chunk = _of(PickledRecord, row, f"chunk of '{name}'")
         start, size = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(start) != len(shape) or len(size) != len(shape):
-            raise _Misfit(f"a chunk of '{name}' has a different number of dims")
+            raise _BadIndex(f"a chunk of '{name}' has a different number of dims")
         if any(begin + extent > whole for begin, extent, whole in zip(start, size, shape, strict=True)):
-            raise _Misfit(f"a chunk of '{name}' reaches out of bounds")
+            raise _BadIndex(f"a chunk of '{name}' reaches out of bounds")
         if prod(size):
             chunks.append((Piece(name, shape, start, size), _slot(slots, name, start)))
     if sum(piece.numel for piece, _ in chunks) != prod(shape):
-        raise _Misfit(f"the chunks of '{name}' do not add up to it")
+        raise _BadIndex(f"the chunks of '{name}' do not add up to it")
     return DcpTensor(name, path, dtype, shape, tuple(chunks))
 
 
@@ -139,11 +139,11 @@ def _size(value: Any) -> tuple[int, ...]:
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise _Misfit(f"a {what} is not a number of elements or bytes")
+        raise _BadIndex(f"a {what} is not a number of elements or bytes")
     return value
 
 
 def _of(kind: type[Any], value: Any, what: str) -> Any:
     if not isinstance(value, kind):
-        raise _Misfit(f"the {what} is of type {type(value).__name__}, not {kind.__name__}")
+        raise _BadIndex(f"the {what} is of type {type(value).__name__}, not {kind.__name__}")
     return value

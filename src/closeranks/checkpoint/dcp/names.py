@@ -37,10 +37,10 @@ class Names:
 
     def tensor_key(self, name: str) -> TensorKey:
         """Section and key of what DCP calls ``name``."""
-        memory = f"{self.optimizer}.state."
-        parameter, _, what = name.removeprefix(memory).rpartition(".")
+        state_prefix = f"{self.optimizer}.state."
+        parameter, _, what = name.removeprefix(state_prefix).rpartition(".")
         # A slash in the name would be ambiguous: a slash joins parameter and state.
-        if name.startswith(memory) and parameter and what and "/" not in name:
+        if name.startswith(state_prefix) and parameter and what and "/" not in name:
             return TensorKey("optimizer", f"{parameter}/{what}")
         if not self.model:
             return TensorKey("model", name)
@@ -48,18 +48,18 @@ class Names:
         is_model = name.startswith(prefix) and name != prefix
         return TensorKey("model", name.removeprefix(prefix)) if is_model else TensorKey("other", name)
 
-    def path(self, place: TensorKey) -> StatePath | None:
+    def path(self, tensor_key: TensorKey) -> StatePath | None:
         """Its path in a nested state dict; None if a bare model state dict has no place for it."""
-        if place.section == "model":
-            return (*_parts(self.model), place.key)
-        if place.section == "optimizer":
-            parameter, _, what = place.key.rpartition("/")
+        if tensor_key.section == "model":
+            return (*_parts(self.model), tensor_key.key)
+        if tensor_key.section == "optimizer":
+            parameter, _, what = tensor_key.key.rpartition("/")
             return (*_parts(self.optimizer), "state", *((parameter, what) if parameter else (what,)))
-        return (place.key,) if self.model else None
+        return (tensor_key.key,) if self.model else None
 
-    def name(self, place: TensorKey) -> str | None:
+    def name(self, tensor_key: TensorKey) -> str | None:
         """Its name in DCP; None if a bare model state dict has no place for it."""
-        path = self.path(place)
+        path = self.path(tensor_key)
         return None if path is None else ".".join(map(str, path))
 
     def encode(self) -> dict[str, str]:

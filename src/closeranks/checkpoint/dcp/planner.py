@@ -31,11 +31,11 @@ _BAND_BYTES = 32 << 20
 
 
 class LazySavePlanner(SavePlanner):
-    """Saves ``outgoing``, whatever state dict it is given; ``on_bytes`` is called with the size of each read."""
+    """Saves ``source``, whatever state dict it is given; ``on_bytes`` is called with the size of each read."""
 
-    def __init__(self, outgoing: ExportSource, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
-        self._outgoing = outgoing
-        self._tensors = {tensor.name: tensor for tensor in outgoing.tensors}
+    def __init__(self, source: ExportSource, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self._source = source
+        self._tensors = {tensor.name: tensor for tensor in source.tensors}
         self._on_bytes = on_bytes
 
     def set_up_planner(
@@ -44,21 +44,21 @@ class LazySavePlanner(SavePlanner):
         """The state dict is ignored."""
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._outgoing.values]
-        for tensor in self._outgoing.tensors:
+        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._source.values]
+        for tensor in self._source.tensors:
             items += [_item(tensor, piece) for piece in _pieces(tensor)]
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        paths = {tensor.name: tensor.path for tensor in self._outgoing.tensors}
-        return plans, dataclasses.replace(metadata, planner_data={**paths, **self._outgoing.paths})
+        paths = {tensor.name: tensor.path for tensor in self._source.tensors}
+        return plans, dataclasses.replace(metadata, planner_data={**paths, **self._source.paths})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._outgoing.values[index.fqn]
+        return self._source.values[index.fqn]
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:

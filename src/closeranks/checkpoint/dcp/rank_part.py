@@ -57,82 +57,90 @@ LoadTensor = Callable[[int], Tensor]
 class _Range:
     """Elements ``first`` to ``last`` of a box's memory, to be written as one chunk."""
 
-    cut: int
+    write_index: int
     first: int
     last: int
     piece: Piece
 
 
 def write_part(
-    storage: Storage, folder: str, seat: SaveRank, cuts: Sequence[TensorWrite], load: LoadTensor, *, is_checked: bool
+    storage: Storage,
+    folder: str,
+    save_rank: SaveRank,
+    writes: Sequence[TensorWrite],
+    load: LoadTensor,
+    *,
+    is_checked: bool,
 ) -> RankPart:
     """Write a rank's data file; when this returns it is durable and, if ``is_checked``, was read back from the
     medium."""
-    memory = _Memory(cuts, load)
-    ranges = _ranges(cuts)
-    name = data_name(seat.rank, seat.num_ranks)
+    cache = _TensorCache(writes, load)
+    ranges = _ranges(writes)
+    name = data_name(save_rank.rank, save_rank.num_ranks)
     try:
-        chunks = [memory.chunk(one) for one in ranges]
-        file, entries = _write(storage, f"{folder}/{name}", chunks, lambda number: memory.of(ranges[number]))
+        chunks = [cache.chunk(one) for one in ranges]
+        file, entries = _write(storage, f"{folder}/{name}", chunks, lambda number: cache.of(ranges[number]))
         if is_checked:
-            read_back(storage, f"{folder}/{name}", file, chunks, _breathe)
+            read_back(storage, f"{folder}/{name}", file, chunks, _never_cancelled)
     except (SaveError, StorageError) as error:
         with suppress(StorageError):  # what is left does not count, and the next retention run removes it
             storage.remove(f"{folder}/{name}")
-        raise CheckpointError(f"{folder} was not saved: {error}", _FIX, rank=seat.rank) from error
+        raise CheckpointError(f"{folder} was not saved: {error}", _FIX, rank=save_rank.rank) from error
     # DCP itself gathers the parts of one save, so no attempt id is needed to tell saves apart.
-    return RankPart(seat.rank, seat.num_ranks, "dcp", (file,), entries)
+    return RankPart(save_rank.rank, save_rank.num_ranks, "dcp", (file,), entries)
 
 
 def _write(
     storage: Storage, path: str, chunks: Sequence[Chunk], source: Callable[[int], memoryview]
 ) -> tuple[DataFile, tuple[ChunkLocation, ...]]:
-    file, outline, digests = write_data_file(storage, path, dict(enumerate(chunks)), source, {}, _breathe)
+    file, plan, digests = write_data_file(storage, path, dict(enumerate(chunks)), source, {}, _never_cancelled)
     return file, tuple(
         ChunkLocation(chunk, file.name, offset, digests[number].blake3, digests[number].digest_term)
-        for number, (chunk, offset) in enumerate(zip(chunks, outline.offsets, strict=True))
+        for number, (chunk, offset) in enumerate(zip(chunks, plan.offsets, strict=True))
     )
 
 
-def _breathe() -> None:
+def _never_cancelled() -> None:
     """DCP has no way to cancel a save."""
 
 
-def _ranges(cuts: Sequence[TensorWrite]) -> list[_Range]:
+def _ranges(writes: Sequence[TensorWrite]) -> list[_Range]:
     """In file order: larger elements first, so that all are aligned."""
-    order = sorted(range(len(cuts)), key=lambda number: -cuts[number].item_bytes)
+    order = sorted(range(len(writes)), key=lambda number: -writes[number].item_bytes)
     return [
-        _Range(number, share.first, share.last, share.piece)
+        _Range(number, chunk_range.first, chunk_range.last, chunk_range.piece)
         for number in order
-        for share in own_chunk_ranges(HeldPiece(cuts[number].section, cuts[number].piece, cuts[number].item_bytes))
+        for chunk_range in own_chunk_ranges(
+            HeldPiece(writes[number].section, writes[number].piece, writes[number].item_bytes)
+        )
     ]
 
 
-class _Memory:
+class _TensorCache:
     """Ranges of boxes as bytes, requested in order."""
 
-    def __init__(self, cuts: Sequence[TensorWrite], load: LoadTensor) -> None:
-        self._cuts = cuts
+    def __init__(self, writes: Sequence[TensorWrite], load: LoadTensor) -> None:
+        self._writes = writes
         self._load = load
         self._held: tuple[int, Tensor] | None = None
 
     def chunk(self, part: _Range) -> Chunk:
-        cut, data = self._cuts[part.cut], self.of(part)
-        return Chunk(cut.section, cut.piece.name, cut.dtype, part.piece, data.nbytes, crc32c(data))
+        write, data = self._writes[part.write_index], self.of(part)
+        return Chunk(write.section, write.piece.name, write.dtype, part.piece, data.nbytes, crc32c(data))
 
     def of(self, part: _Range) -> memoryview:
         if part.first == part.last:
             return memoryview(b"")
-        octets = self._tensor(part.cut).view(-1)[part.first : part.last].view(torch.uint8)
+        octets = self._tensor(part.write_index).view(-1)[part.first : part.last].view(torch.uint8)
         view: memoryview = octets.numpy().data
         return view
 
     def _tensor(self, number: int) -> Tensor:
         if self._held is None or self._held[0] != number:
             self._held = None
-            cut, tensor = self._cuts[number], self._load(number).contiguous()
-            if tuple(tensor.shape) != cut.piece.size or str(tensor.dtype) != f"torch.{cut.dtype}":
-                what = f"{cut.section}/{cut.piece.name} is {tuple(tensor.shape)} of {tensor.dtype}, unlike its plan"
+            write, tensor = self._writes[number], self._load(number).contiguous()
+            if tuple(tensor.shape) != write.piece.size or str(tensor.dtype) != f"torch.{write.dtype}":
+                what = f"{write.section}/{write.piece.name} is {tuple(tensor.shape)} of {tensor.dtype}, unlike its plan"
                 raise CheckpointError(what, "Do not change the state while it is saved.")
             self._held = (number, tensor)
         return self._held[1]

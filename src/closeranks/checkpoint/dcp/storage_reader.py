@@ -62,9 +62,9 @@ class CheckpointStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         opened = self._open()
         found: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in opened.listed.values}
-        for name, place in opened.listed.tensors.items():
-            shape = torch.Size(opened.shape(place))
-            properties = TensorProperties(dtype=opened.reader.dtype(place.section, place.key))
+        for name, tensor_key in opened.listed.tensors.items():
+            shape = torch.Size(opened.shape(tensor_key))
+            properties = TensorProperties(dtype=opened.reader.dtype(tensor_key.section, tensor_key.key))
             chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
             found[name] = TensorStorageMetadata(properties, shape, [chunk])
         meta = StorageMeta(checkpoint_id=opened.reader.path)
@@ -110,10 +110,10 @@ class CheckpointStorageReader(StorageReader):
 
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
         opened = self._open()
-        place = opened.listed.tensors[item.storage_index.fqn]
-        piece = Piece(place.key, opened.shape(place), tuple(item.storage_offsets), tuple(item.lengths))
+        tensor_key = opened.listed.tensors[item.storage_index.fqn]
+        piece = Piece(tensor_key.key, opened.shape(tensor_key), tuple(item.storage_offsets), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()
-        opened.reader.read_into(place.section, place.key, piece, target)
+        opened.reader.read_into(tensor_key.section, tensor_key.key, piece, target)
         planner.commit_tensor(item, target)
 
     def _read_value(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -130,8 +130,8 @@ class _Opened:
     def __init__(self, reader: CheckpointReader, listed: DcpListing) -> None:
         self.reader = reader
         self.listed = listed
-        sections = {place.section for place in listed.tensors.values()}
+        sections = {tensor_key.section for tensor_key in listed.tensors.values()}
         self._shapes = {section: reader.shapes(section) for section in sections}
 
-    def shape(self, place: TensorKey) -> tuple[int, ...]:
-        return self._shapes[place.section][place.key]
+    def shape(self, tensor_key: TensorKey) -> tuple[int, ...]:
+        return self._shapes[tensor_key.section][tensor_key.key]

@@ -150,25 +150,25 @@ class CheckpointStorageWriter(StorageWriter):
             results.append(WriteResult(tensors[0].index, num_bytes, encode_part(part)))
         return results
 
-    def _write(self, seat: SaveRank, items: list[WriteItem], planner: SavePlanner) -> RankPart:
+    def _write(self, save_rank: SaveRank, items: list[WriteItem], planner: SavePlanner) -> RankPart:
         def load(number: int) -> torch.Tensor:
             found = planner.resolve_data(items[number])
             assert isinstance(found, torch.Tensor)
             return found.detach().cpu()
 
-        cuts = [self._cut(item) for item in items]
-        return write_part(open_storage(self._place), self._folder, seat, cuts, load, is_checked=self._read_back)
+        writes = [self._tensor_write(item) for item in items]
+        return write_part(open_storage(self._place), self._folder, save_rank, writes, load, is_checked=self._read_back)
 
-    def _cut(self, item: WriteItem) -> TensorWrite:
+    def _tensor_write(self, item: WriteItem) -> TensorWrite:
         assert item.tensor_data is not None
-        place, chunk = self._names.tensor_key(item.index.fqn), item.tensor_data.chunk
-        piece = Piece(place.key, tuple(item.tensor_data.size), tuple(chunk.offsets), tuple(chunk.sizes))
-        return TensorWrite(place.section, piece, str(item.tensor_data.properties.dtype).removeprefix("torch."))
+        tensor_key, chunk = self._names.tensor_key(item.index.fqn), item.tensor_data.chunk
+        piece = Piece(tensor_key.key, tuple(item.tensor_data.size), tuple(chunk.offsets), tuple(chunk.sizes))
+        return TensorWrite(tensor_key.section, piece, str(item.tensor_data.properties.dtype).removeprefix("torch."))
 
     def _commit(self, parts: list[RankPart], num_ranks: int, tree: Mapping[str, Any]) -> None:
         parsed = parse_folder(self._folder)
         assert parsed is not None
-        order = SaveTask(
+        task = SaveTask(
             save=f"dcp-{secrets.token_hex(8)}",
             folder=self._folder,
             step=parsed[0],
@@ -182,7 +182,7 @@ class CheckpointStorageWriter(StorageWriter):
             metric=self._metric,
         )
         try:
-            commit(open_storage(self._place), order, parts)
+            commit(open_storage(self._place), task, parts)
         except (SaveError, StorageError) as error:
             raise CheckpointError(f"{self.checkpoint_id} was not saved: {error}", "Save again later.") from error
         finally:

@@ -37,14 +37,14 @@ def list_for_dcp(manifest: CheckpointManifest, names: Names | None) -> DcpListin
     tensors: dict[str, TensorKey] = {}
     paths: dict[str, StatePath] = {}
     for section, key in manifest.tensors():
-        place = TensorKey(section, key)
-        name, path = wanted.name(place), wanted.path(place)
+        tensor_key = TensorKey(section, key)
+        name, path = wanted.name(tensor_key), wanted.path(tensor_key)
         if name is None or path is None:
             continue
         if name in tensors:
             what = f"{manifest.name} has two tensors that DCP would call '{name}'"
             raise CheckpointError(what, "Give other prefixes for model and optimizer (names=...).")
-        tensors[name], paths[name] = place, path
+        tensors[name], paths[name] = tensor_key, path
     same = wanted == saved
     known = {name: tuple(path) for name, path in kept.get("paths", {}).items()} if same else {}
     return DcpListing(tensors, kept.get("values", {}) if same else {}, {**paths, **known})

@@ -114,9 +114,10 @@ def write_data_file(
     chunks: Mapping[int, Chunk],
     source: ChunkSource,
     known: Mapping[int, ChunkDigests],
-    breathe: Callable[[], None],
+    check_cancelled: Callable[[], None],
 ) -> tuple[DataFile, DataFilePlan, dict[int, ChunkDigests]]:
-    """Write the chunks, keyed by their index in the save; ``breathe`` runs between them and may raise to cancel.
+    """Write the chunks, keyed by their index in the save; ``check_cancelled`` runs between them and may raise to
+    cancel.
 
     Chunks with ``known`` digests are only compared with their checksum.
     """
@@ -125,7 +126,7 @@ def write_data_file(
     hasher = ThreadPoolExecutor(1, "digests")
     try:
         sink.write(plan.header)
-        digests = _stream(sink.write, chunks, source, known, breathe, hasher)
+        digests = _stream(sink.write, chunks, source, known, check_cancelled, hasher)
         failpoint(DATA_WRITTEN)
         sink.close()
         found = {number: future.result() for number, future in digests.items()}
@@ -144,31 +145,31 @@ def _stream(
     chunks: Mapping[int, Chunk],
     source: ChunkSource,
     known: Mapping[int, ChunkDigests],
-    breathe: Callable[[], None],
+    check_cancelled: Callable[[], None],
     hasher: ThreadPoolExecutor,
 ) -> dict[int, Future[ChunkDigests]]:
     digests: dict[int, Future[ChunkDigests]] = {}
-    behind: deque[Future[ChunkDigests]] = deque()
+    pending: deque[Future[ChunkDigests]] = deque()
     for place, (number, chunk) in enumerate(chunks.items()):
         data = source(number)
         if number in known:
             check_chunk(chunk, data)
         else:
             digests[number] = hasher.submit(digest_chunk, chunk, data)
-            behind.append(digests[number])
+            pending.append(digests[number])
         put(data)
         del data
         failpoint(FIRST_BYTES)
         if place == len(chunks) // 2:
             failpoint(HALF_WAY)
-        while len(behind) > _LAG or (behind and behind[0].done()):
-            behind.popleft().result()  # a mismatch fails the save here, not after the last byte
-        breathe()
+        while len(pending) > _LAG or (pending and pending[0].done()):
+            pending.popleft().result()  # a mismatch fails the save here, not after the last byte
+        check_cancelled()
     return digests
 
 
 def read_back(
-    storage: Storage, path: str, file: DataFile, chunks: Iterable[Chunk], breathe: Callable[[], None]
+    storage: Storage, path: str, file: DataFile, chunks: Iterable[Chunk], check_cancelled: Callable[[], None]
 ) -> None:
     """Compare the checksum of every byte on the medium with that of the source."""
     wanted = [(file.header_bytes, file.header_crc32c, "its header")]
@@ -180,7 +181,7 @@ def read_back(
         while left:
             if not rest:
                 rest = memoryview(next(pieces, b""))
-                breathe()
+                check_cancelled()
                 if not rest:
                     raise SaveError(f"{storage.url}/{path} came back {left} bytes short of {what}")
             value = crc32c(rest[:left], value)

@@ -43,7 +43,7 @@ _ITEM_BYTES = {
 }
 _WORD_BYTES = 4
 _BLOCK = 1 << 16
-"""Words that share one weight of ``MIX``. A block, the table and the widened words fit a core's L2 cache."""
+"""Words that share one value of ``_mix``. A block, the table and the widened words fit a core's L2 cache."""
 _LONG_BYTES = 8 << 10
 """From this size on a contiguous range is worth a call of its own; shorter ones are gathered."""
 _MANY = 4
@@ -82,10 +82,10 @@ def layout_independent_digest(data: Bytes, dtype: str, piece: Piece) -> int:
         return 0
     octets: Array = np.frombuffer(data, np.uint8)
     total = 0
-    for run in contiguous_boxes(piece):
-        segments = _Segments(run.box, piece.shape, size)
-        begin = run.first * size
-        total += segments.digest(octets[begin : begin + run.box.numel * size])
+    for contiguous in contiguous_boxes(piece):
+        segments = _Segments(contiguous.box, piece.shape, size)
+        begin = contiguous.first * size
+        total += segments.digest(octets[begin : begin + contiguous.box.numel * size])
     return total & _MASK
 
 

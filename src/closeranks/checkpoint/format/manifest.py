@@ -54,7 +54,7 @@ class ChunkLocation:
     blake3: str
     """BLAKE3 of its bytes: 64 hex digits."""
     digest_term: int
-    """Its term of the tensor's layout-independent digest (see ``digests.spread_digest``)."""
+    """Its term of the tensor's layout-independent digest (see ``digests.layout_independent_digest``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +249,10 @@ def _tensor_rows(entries: Iterable[ChunkLocation]) -> list[Any]:
 def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterable[ChunkLocation]:
     for row in rows:
         section, key, dtype, shape = row["section"], row["key"], row["dtype"], tuple(row["shape"])
-        for start, size, flat, file, offset, num_bytes, crc, blake, share in row["chunks"]:
+        for start, size, flat, file, offset, num_bytes, crc, blake, digest_term in row["chunks"]:
             piece = Piece(key, shape, tuple(start), tuple(size), None if flat is None else (flat[0], flat[1]))
             chunk = Chunk(section, key, dtype, piece, num_bytes, crc)
-            yield ChunkLocation(chunk, file, offset, blake, int(share, 16))
+            yield ChunkLocation(chunk, file, offset, blake, int(digest_term, 16))
 
 
 class _refused:

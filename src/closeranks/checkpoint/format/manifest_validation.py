@@ -182,7 +182,7 @@ def _check_piece(piece: Piece, what: str) -> None:
 
 
 def _check_tensors(manifest: CheckpointManifest) -> None:
-    """Cheap sums; whether chunks of a tensor overlap is checked when it is read (``uncovered``)."""
+    """Cheap sums; whether chunks of a tensor overlap is checked when it is read (``coverage_gap``)."""
     for (section, key), entries in manifest.tensors().items():
         first = entries[0].chunk
         if any((one.chunk.dtype, one.chunk.piece.shape) != (first.dtype, first.piece.shape) for one in entries):
@@ -194,12 +194,12 @@ def _check_tensors(manifest: CheckpointManifest) -> None:
 
 def _check_ranges(entries: Iterable[ChunkLocation]) -> None:
     """Bytes claimed twice would let a small file describe a huge state."""
-    claims: dict[str, list[tuple[int, int, str]]] = {}
+    by_file: dict[str, list[tuple[int, int, str]]] = {}
     for entry in entries:
         if entry.chunk.num_bytes:
-            claim = (entry.offset, entry.offset + entry.chunk.num_bytes, entry.chunk.key)
-            claims.setdefault(entry.file, []).append(claim)
-    for file, ranges in claims.items():
+            byte_range = (entry.offset, entry.offset + entry.chunk.num_bytes, entry.chunk.key)
+            by_file.setdefault(entry.file, []).append(byte_range)
+    for file, ranges in by_file.items():
         for one, other in pairwise(sorted(ranges)):
             if other[0] < one[1]:
                 raise ValueError(f"'{one[2]}' and '{other[2]}' claim the same bytes of {file}")

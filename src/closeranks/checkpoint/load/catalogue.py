@@ -93,9 +93,9 @@ class Catalogue:
         Damaged ones are included: the caller skips them and logs the reason, so that a place with only damaged
         checkpoints is never taken for an empty one.
         """
-        worth = [found for found in self.found if found.status in ("certified", "damaged")]
-        first = [found for found in worth if found.is_latest][:1]
-        rest = [found for found in worth if found not in first]
+        candidates = [found for found in self.found if found.status in ("certified", "damaged")]
+        first = [found for found in candidates if found.is_latest][:1]
+        rest = [found for found in candidates if found not in first]
         return (*first, *rest, *(found for found in self.found if found.status == "suspect"))
 
 
@@ -130,11 +130,11 @@ def _at(place: str) -> Catalogue:
         names = storage.names()
         if _is_checkpoint(storage.url, names):
             parent, _, name = storage.url.rstrip("/").rpartition("/")
-            return _looked(open_storage(parent or "/"), [f"{name}/"], is_all=False)
+            return _scan(open_storage(parent or "/"), [f"{name}/"], is_all=False)
         if f"{FOLDER}/" in names and not _folders(names):
             storage = open_storage(f"{storage.url.rstrip('/')}/{FOLDER}")
             names = storage.names()
-        return _looked(storage, names, is_all=True)
+        return _scan(storage, names, is_all=True)
     except StorageError as error:
         raise CheckpointError(f"{place} cannot be read: {error}", "Give a path or URL that can be read.") from error
 
@@ -148,27 +148,27 @@ def _folders(names: Sequence[str]) -> list[str]:
     return [name.rstrip("/") for name in names if name.endswith("/") and parse_folder(name) is not None]
 
 
-def _looked(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogue:
+def _scan(storage: Storage, names: Sequence[str], *, is_all: bool) -> Catalogue:
     """``is_all``: the names are those of a whole root, else of the one folder that was asked for."""
     folders = _folders(names) if is_all else [name.rstrip("/") for name in names]
     found = [_examine(storage, name) for name in folders]
-    latest, odd = _read_latest(storage)
+    latest, issues = _read_latest(storage)
     if latest is not None:
-        found = [_judged(one, latest) for one in found]
-        odd += [
+        found = [_with_status(one, latest) for one in found]
+        issues += [
             CheckpointIssue(f"{storage.url}/{LATEST} names {one.name}: {one.problem}", True, one.name)
             for one in found
             if one.is_latest and one.problem
         ]
         if not any(one.is_latest for one in found):
-            odd.append(CheckpointIssue(f"{storage.url}/{LATEST} names {latest.name}, which does not exist", True))
-    elif not odd and any(one.manifest for one in found):
-        odd.append(CheckpointIssue(f"{storage.url}/{LATEST} is missing; the manifests were read instead", False))
-    strange = [name for name in names if name != LATEST and name.rstrip("/") not in folders]
-    if strange:
-        more = f" and {len(strange) - 1} more are" if len(strange) > 1 else " is"
-        odd.append(CheckpointIssue(f"{storage.url}/{strange[0]}{more} not written by closeranks; ignored", False))
-    return Catalogue(storage.url, tuple(_serving(found)), tuple(odd) if is_all else ())
+            issues.append(CheckpointIssue(f"{storage.url}/{LATEST} names {latest.name}, which does not exist", True))
+    elif not issues and any(one.manifest for one in found):
+        issues.append(CheckpointIssue(f"{storage.url}/{LATEST} is missing; the manifests were read instead", False))
+    unknown = [name for name in names if name != LATEST and name.rstrip("/") not in folders]
+    if unknown:
+        more = f" and {len(unknown) - 1} more are" if len(unknown) > 1 else " is"
+        issues.append(CheckpointIssue(f"{storage.url}/{unknown[0]}{more} not written by closeranks; ignored", False))
+    return Catalogue(storage.url, tuple(_serving(found)), tuple(issues) if is_all else ())
 
 
 def _read_latest(storage: Storage) -> tuple[LatestPointer | None, list[CheckpointIssue]]:
@@ -201,7 +201,7 @@ def _examine(storage: Storage, name: str) -> FoundCheckpoint:
     return FoundCheckpoint(storage, name, step, part, manifest, problem, False, state, digest)
 
 
-def _judged(found: FoundCheckpoint, latest: LatestPointer) -> FoundCheckpoint:
+def _with_status(found: FoundCheckpoint, latest: LatestPointer) -> FoundCheckpoint:
     """The folder's entry, updated with what ``latest`` says about it."""
     if found.name != latest.name:
         return found

@@ -38,7 +38,7 @@ class ChunkReader:
         """Its size; checked once per file, together with the header if it is one of the checkpoint's own."""
         with self._lock:
             if file not in self._sizes:
-                self._sizes[file] = self._look(file)
+                self._sizes[file] = self._file_size(file)
             return self._sizes[file]
 
     def check_extent(self, entry: ChunkLocation) -> None:
@@ -76,7 +76,7 @@ class ChunkReader:
             what = f"'{entry.chunk.section}/{entry.chunk.key}' does not match its digest"
             raise self._damaged(f"{what} in {self.file_path(entry.file)}, from byte {entry.offset} on")
 
-    def _look(self, file: str) -> int:
+    def _file_size(self, file: str) -> int:
         try:
             num_bytes = self._storage.size(self.file_path(file))
             own = self._own.get(file)

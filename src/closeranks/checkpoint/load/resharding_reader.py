@@ -49,7 +49,7 @@ class CheckpointReader:
         self._tensors = self.manifest.tensors()
         self._chunks = ChunkReader(storage, folder, self.manifest)
         self._covered: set[tuple[str, str]] = set()
-        self._kept = _Kept(_KEPT_BYTES)
+        self._cache = _ChunkCache(_KEPT_BYTES)
         self._num_threads = min(4, os.cpu_count() or 1) if storage.is_local else _REMOTE_THREADS
 
     @property
@@ -115,10 +115,10 @@ class CheckpointReader:
         return entries
 
     def _fill(self, entries: Sequence[ChunkLocation], piece: Piece, made: Tensor) -> None:
-        shares: dict[int, list[Overlap]] = {}
+        by_chunk: dict[int, list[Overlap]] = {}
         for overlap in plan_copies(piece, [entry.chunk.piece for entry in entries]).overlaps:
-            shares.setdefault(overlap.saved, []).append(overlap)
-        work = [(entries[number], overlaps, made) for number, overlaps in shares.items()]
+            by_chunk.setdefault(overlap.saved, []).append(overlap)
+        work = [(entries[number], overlaps, made) for number, overlaps in by_chunk.items()]
         if len(work) < 2 or sum(entry.chunk.num_bytes for entry, _, _ in work) < _WORTH_THREADS_BYTES:
             for one in work:
                 self._copy(*one)
@@ -136,12 +136,12 @@ class CheckpointReader:
             self._chunks.read_into(entry, _octets(made[place : place + numel]))
             return
         is_whole = sum(overlap.box.numel for overlap in overlaps) == numel
-        memory = self._kept.get(entry)
+        memory = self._cache.get(entry)
         if memory is None:
             memory = _fresh(entry.chunk.num_bytes, torch.uint8)
             self._chunks.read_into(entry, _octets(memory))
             if not is_whole:
-                self._kept.put(entry, memory)
+                self._cache.put(entry, memory)
         values = memory.view(dtype)
         with torch.no_grad():
             for overlap in overlaps:
@@ -175,29 +175,29 @@ def contiguous_offset(overlaps: Sequence[Overlap], numel: int) -> int | None:
         return None
     places = set()
     for overlap in overlaps:
-        source, target = _stretch(overlap.source, overlap.box), _stretch(overlap.target, overlap.box)
+        source, target = _flat_offset(overlap.source, overlap.box), _flat_offset(overlap.target, overlap.box)
         places.add(None if source is None or target is None else target - source)
     return places.pop() if len(places) == 1 else None
 
 
-def _stretch(run: ContiguousBox, box: TensorBox) -> int | None:
-    """Index of the first element of a box in a run's memory, if the rest of it follows without gaps."""
-    first, stride, is_open = run.first, 1, True
+def _flat_offset(contiguous: ContiguousBox, box: TensorBox) -> int | None:
+    """Index of the first element of a box in contiguous memory, if the rest of it follows without gaps."""
+    first, stride, is_open = contiguous.first, 1, True
     for dim in reversed(range(len(box.size))):
-        extent = run.box.size[dim]
+        extent = contiguous.box.size[dim]
         if box.size[dim] != 1 and not is_open:
             return None
         is_open = is_open and box.size[dim] == extent
-        first += (box.start[dim] - run.box.start[dim]) * stride
+        first += (box.start[dim] - contiguous.box.start[dim]) * stride
         stride *= extent
     return first
 
 
-def _part(memory: Tensor, run: ContiguousBox, box: TensorBox) -> Tensor:
+def _part(memory: Tensor, contiguous: ContiguousBox, box: TensorBox) -> Tensor:
     """A box as a view of a piece's memory."""
-    view = memory[run.first : run.first + run.box.numel].view(run.box.size)
+    view = memory[contiguous.first : contiguous.first + contiguous.box.numel].view(contiguous.box.size)
     for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        view = view.narrow(dim, start - run.box.start[dim], size)
+        view = view.narrow(dim, start - contiguous.box.start[dim], size)
     return view
 
 
@@ -214,7 +214,7 @@ def _octets(memory: Tensor) -> memoryview:
     return view
 
 
-class _Kept:
+class _ChunkCache:
     """An LRU cache of chunks, limited by size."""
 
     def __init__(self, limit_bytes: int) -> None:

@@ -48,7 +48,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> LargestDifference:
     if bool(is_same.all()):
         return LargestDifference(0, 0.0, 0.0)
     one, other = one[~is_same], other[~is_same]
-    apart = (one - other).abs().nan_to_num(nan=torch.inf)
-    ratio = (apart / torch.maximum(one.abs(), other.abs())).nan_to_num(nan=torch.inf)
-    ratio[apart == 0] = 0.0  # zero and minus zero
-    return LargestDifference(one.numel(), float(apart.max()), float(ratio.max()))
+    difference = (one - other).abs().nan_to_num(nan=torch.inf)
+    ratio = (difference / torch.maximum(one.abs(), other.abs())).nan_to_num(nan=torch.inf)
+    ratio[difference == 0] = 0.0  # zero and minus zero
+    return LargestDifference(one.numel(), float(difference.max()), float(ratio.max()))

@@ -67,7 +67,7 @@ def verify(
     findings += _coverage(found.name, found.manifest)
     findings += _own_files(found, found.manifest, chunks)
     findings += _contents(found, found.manifest.entries, chunks, on_progress, seen)
-    findings += _strangers(found.storage, found.name, found.manifest)
+    findings += _unknown_files(found.storage, found.name, found.manifest)
     return findings
 
 
@@ -77,7 +77,9 @@ def verify_all(
     """Verify every checkpoint of a place, and report what is wrong with the place itself."""
     seen = VerifiedChunks() if seen is None else seen
     findings = [finding for found in catalogue for finding in verify(found, on_progress, seen)]
-    return findings + [VerifyFinding("", "", "", odd.what, odd.is_damage) for odd in catalogue.problems if not odd.name]
+    return findings + [
+        VerifyFinding("", "", "", issue.what, issue.is_damage) for issue in catalogue.problems if not issue.name
+    ]
 
 
 def num_bytes_to_verify(catalogue: Iterable[FoundCheckpoint]) -> int:
@@ -109,7 +111,7 @@ def _own_files(found: FoundCheckpoint, manifest: CheckpointManifest, chunks: Chu
             for wrong in _header_faults(found.storage, found.name, file, own):
                 yield VerifyFinding(found.name, file.name, "", wrong)
         except CheckpointError as error:
-            yield VerifyFinding(found.name, file.name, "", _bare(error, chunks))
+            yield VerifyFinding(found.name, file.name, "", _without_path(error, chunks))
         except StorageError as error:
             yield VerifyFinding(found.name, file.name, "", f"it cannot be read: {error}")
 
@@ -147,7 +149,7 @@ def _contents(
         running: dict[Future[str], ChunkLocation] = {}
         while True:
             for entry in todo:
-                if (wrong := seen.chunks.get(_proof(found, entry))) is None:
+                if (wrong := seen.chunks.get(_content_key(found, entry))) is None:
                     running[pool.submit(_fault, entry, chunks)] = entry
                 elif wrong:
                     findings.append(_finding(found.name, entry, wrong))
@@ -157,7 +159,7 @@ def _contents(
                 return findings
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 entry, wrong = running.pop(done), done.result()
-                seen.chunks[_proof(found, entry)] = wrong
+                seen.chunks[_content_key(found, entry)] = wrong
                 seen.num_bytes += entry.chunk.num_bytes
                 seen.num_chunks += 1
                 on_progress(entry.chunk.num_bytes)
@@ -165,7 +167,7 @@ def _contents(
                     findings.append(_finding(found.name, entry, wrong))
 
 
-def _proof(found: FoundCheckpoint, entry: ChunkLocation) -> tuple[str, str, int, str, int, int]:
+def _content_key(found: FoundCheckpoint, entry: ChunkLocation) -> tuple[str, str, int, str, int, int]:
     """The location of the bytes and the digests they are compared with."""
     place = _place(found.name, entry)
     return found.storage.url, place, entry.offset, entry.blake3, entry.chunk.crc32c, entry.digest_term
@@ -182,7 +184,7 @@ def _fault(entry: ChunkLocation, chunks: ChunkReader) -> str:
         data = np.empty(entry.chunk.num_bytes, np.uint8).data  # in huge pages, unlike a plain bytes object
         chunks.read_into(entry, data)
     except CheckpointError as error:
-        return _bare(error, chunks)
+        return _without_path(error, chunks)
     if blake3_hex(data) != entry.blake3:
         return f"the bytes from {entry.offset} on match their CRC32C but not their BLAKE3"
     if layout_independent_digest(data, entry.chunk.dtype, entry.chunk.piece) != entry.digest_term:
@@ -190,15 +192,15 @@ def _fault(entry: ChunkLocation, chunks: ChunkReader) -> str:
     return ""
 
 
-def _bare(error: CheckpointError, chunks: ChunkReader) -> str:
+def _without_path(error: CheckpointError, chunks: ChunkReader) -> str:
     """The message without the checkpoint's name, since every finding begins with it."""
     return error.what.removeprefix(f"checkpoint {chunks.path} is damaged: ").removeprefix(f"checkpoint {chunks.path}: ")
 
 
-def _strangers(storage: Storage, name: str, manifest: CheckpointManifest) -> Iterator[VerifyFinding]:
+def _unknown_files(storage: Storage, name: str, manifest: CheckpointManifest) -> Iterator[VerifyFinding]:
     known = {MANIFEST, *(file.name for file in manifest.files)}
     try:
-        for stranger in sorted(set(storage.names(name)) - known):
-            yield VerifyFinding(name, stranger, "", "not part of this checkpoint", is_damage=False)
+        for unknown in sorted(set(storage.names(name)) - known):
+            yield VerifyFinding(name, unknown, "", "not part of this checkpoint", is_damage=False)
     except StorageError as error:
         yield VerifyFinding(name, "", "", f"its folder cannot be listed: {error}")

@@ -79,53 +79,53 @@ def read_committed(storage: Storage, folder: str) -> CheckpointManifest | None:
 
 
 def gather_parts(
-    storage: Storage, order: SaveTask, own: RankPart, timeout_s: float, breathe: Callable[[], None]
+    storage: Storage, task: SaveTask, own: RankPart, timeout_s: float, check_cancelled: Callable[[], None]
 ) -> tuple[RankPart, ...]:
-    """The parts of this save, by rank; waits for those of the other ranks. ``breathe`` may raise to cancel."""
-    rhythm = LOCAL if storage.is_local else REMOTE
-    found, until, pause_s = {own.rank: own}, time.monotonic() + timeout_s, rhythm.first_s
+    """The parts of this save, by rank; waits for those of the other ranks. ``check_cancelled`` may raise to cancel."""
+    interval = LOCAL if storage.is_local else REMOTE
+    found, until, pause_s = {own.rank: own}, time.monotonic() + timeout_s, interval.first_s
     while True:
-        missing = [rank for rank in range(order.num_ranks) if rank not in found]
-        names = set(storage.names(order.folder)) if missing else set()
+        missing = [rank for rank in range(task.num_ranks) if rank not in found]
+        names = set(storage.names(task.folder)) if missing else set()
         for rank in missing:
-            part = _part(storage, order, rank, names)
+            part = _part(storage, task, rank, names)
             if part is not None:
                 found[rank] = part
         missing = [rank for rank in missing if rank not in found]
         if not missing:
-            return tuple(found[rank] for rank in range(order.num_ranks))
+            return tuple(found[rank] for rank in range(task.num_ranks))
         if time.monotonic() >= until:
             ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
-            raise SaveError(f"no report from rank {ranks} in {timeout_s:g} s, so {order.folder} stays unfinished")
-        breathe()
+            raise SaveError(f"no report from rank {ranks} in {timeout_s:g} s, so {task.folder} stays unfinished")
+        check_cancelled()
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, rhythm.most_s)
+        pause_s = min(pause_s * 1.5, interval.most_s)
 
 
-def _part(storage: Storage, order: SaveTask, rank: int, names: set[str]) -> RankPart | None:
+def _part(storage: Storage, task: SaveTask, rank: int, names: set[str]) -> RankPart | None:
     """The part that a rank has published for this save, if any; documents left by another save are ignored."""
-    failure, name = failure_name(rank, order.num_ranks), part_name(rank, order.num_ranks)
+    failure, name = failure_name(rank, task.num_ranks), part_name(rank, task.num_ranks)
     if failure in names:
         with suppress(MissingError):  # of an earlier attempt: its writer has just started over
-            body = unseal("failure", storage.read(f"{order.folder}/{failure}"), failure)
-            if body["save"] == order.save:
+            body = unseal("failure", storage.read(f"{task.folder}/{failure}"), failure)
+            if body["save"] == task.save:
                 raise SaveError(f"rank {rank} could not save: {body['what']}")
     if name not in names:
         return None
     try:
-        part = decode_part(storage.read(f"{order.folder}/{name}"), f"{order.folder}/{name}")
+        part = decode_part(storage.read(f"{task.folder}/{name}"), f"{task.folder}/{name}")
     except MissingError:  # its writer has just started over
         return None
-    return part if part.save == order.save else None
+    return part if part.save == task.save else None
 
 
 def failure_name(rank: int, num_ranks: int) -> str:
     return part_name(rank, num_ranks).replace("part-", "failure-")
 
 
-def encode_failure(order: SaveTask, what: str) -> bytes:
+def encode_failure(task: SaveTask, what: str) -> bytes:
     """The document that a rank publishes if it cannot save, so that rank 0 need not wait for it."""
-    return seal("failure", {"save": order.save, "rank": order.rank, "what": what})
+    return seal("failure", {"save": task.save, "rank": task.rank, "what": what})
 
 
 def coverage_problem(parts: Sequence[RankPart]) -> str:
@@ -169,30 +169,30 @@ def check_file_sizes(storage: Storage, folder: str, parts: Iterable[RankPart]) -
             raise SaveError(f"{storage.url}/{name}, which rank {part.rank} refers to, is missing or truncated")
 
 
-def commit(storage: Storage, order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
+def commit(storage: Storage, task: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
     """Commit the checkpoint. An error before the manifest is published leaves it uncommitted; after that nothing
     raises."""
     what = coverage_problem(parts)
     if what:
-        raise SaveError(f"the ranks' parts of {order.folder} are inconsistent: {what}")
-    check_file_sizes(storage, order.folder, parts)
+        raise SaveError(f"the ranks' parts of {task.folder} are inconsistent: {what}")
+    check_file_sizes(storage, task.folder, parts)
     failpoint(PARTS_GATHERED)
-    manifest = _manifest(order, parts)
+    manifest = _manifest(task, parts)
     data = encode_manifest(manifest)
-    path = f"{order.folder}/{MANIFEST}"
+    path = f"{task.folder}/{MANIFEST}"
     try:
         storage.publish(path, data)
     except ExistsError:
         data = storage.read(path)
         manifest = decode_manifest(data, path)
-        if manifest.save != order.save:
-            raise SaveError(f"{storage.url}/{order.folder} is already a checkpoint, from another save") from None
+        if manifest.save != task.save:
+            raise SaveError(f"{storage.url}/{task.folder} is already a checkpoint, from another save") from None
     failpoint(MANIFEST_PUBLISHED)
-    for rank in range(order.num_ranks):
+    for rank in range(task.num_ranks):
         with suppress(StorageError):  # the next retention run removes it
-            storage.remove(f"{order.folder}/{part_name(rank, order.num_ranks)}")
+            storage.remove(f"{task.folder}/{part_name(rank, task.num_ranks)}")
     failpoint(PARTS_REMOVED)
-    _point_at(storage, LatestPointer(order.folder, blake3(data).hexdigest()))
+    _publish_latest(storage, LatestPointer(task.folder, blake3(data).hexdigest()))
     failpoint(LATEST_PUBLISHED)
     return manifest
 
@@ -205,10 +205,10 @@ def repair_latest(storage: Storage, folder: str) -> None:
     except (MissingError, CheckpointError):
         named = ""
     if age_key(named) < age_key(folder):
-        _point_at(storage, LatestPointer(folder, blake3(storage.read(f"{folder}/{MANIFEST}")).hexdigest()))
+        _publish_latest(storage, LatestPointer(folder, blake3(storage.read(f"{folder}/{MANIFEST}")).hexdigest()))
 
 
-def _point_at(storage: Storage, latest: LatestPointer) -> None:
+def _publish_latest(storage: Storage, latest: LatestPointer) -> None:
     """Publish ``latest``. The checkpoint is committed without it, so a failure here does not fail the save; the next
     commit updates it."""
     pauses = iter(_PAUSES_S)
@@ -225,20 +225,20 @@ def _point_at(storage: Storage, latest: LatestPointer) -> None:
             return
 
 
-def _manifest(order: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
-    if order.tree is None:
-        raise CheckpointError(f"the order to save step {order.step} lacks the state's tree")
+def _manifest(task: SaveTask, parts: Sequence[RankPart]) -> CheckpointManifest:
+    if task.tree is None:
+        raise CheckpointError(f"the order to save step {task.step} lacks the state's tree")
     entries = tuple(entry for part in parts for entry in part.entries)
     return CheckpointManifest(
-        name=order.folder,
-        step=order.step,
-        save=order.save,
-        num_ranks=order.num_ranks,
-        layout=order.layout,
+        name=task.folder,
+        step=task.step,
+        save=task.save,
+        num_ranks=task.num_ranks,
+        layout=task.layout,
         created=time.time(),
         is_full=not any("/" in entry.file for entry in entries),
-        metric=order.metric if order.metric is not None and isfinite(order.metric) else None,
-        tree=order.tree,
+        metric=task.metric if task.metric is not None and isfinite(task.metric) else None,
+        tree=task.tree,
         files=tuple(file for part in parts for file in part.files),
         entries=entries,
     )

@@ -28,11 +28,11 @@ FILE_REMOVED = declare_failpoint("collect.file_removed", "an unreferenced file w
 FOLDER_REMOVED = declare_failpoint("collect.folder_removed", "all files of a checkpoint are removed")
 COLLECTED = declare_failpoint("collect.done", "everything that retention does not keep is removed")
 
-_OURS = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
+_CHECKPOINT_FILE = re.compile(r"(data|part|failure)-\d+-of-\d+\.(safetensors|json)")
 
 
 class RetentionCandidate(Protocol):
-    """A checkpoint as retention sees it; a ``Manifest`` is one."""
+    """A checkpoint as retention sees it; a ``CheckpointManifest`` is one."""
 
     @property
     def name(self) -> str: ...
@@ -112,25 +112,31 @@ def expired(
 
 
 def plan_removal(
-    folders: Sequence[CheckpointFolder], keep: RetentionPolicy | None, before: str, spare: Collection[str] = ()
+    folders: Sequence[CheckpointFolder], policy: RetentionPolicy | None, before: str, protected: Collection[str] = ()
 ) -> RemovalPlan:
-    """``before``: folders without a manifest are removed if they are older than this one; ``spare`` are kept in any
-    case. Without ``keep`` every checkpoint is kept. A folder with a damaged manifest is left for a person to look
+    """``before``: folders without a manifest are removed if they are older than this one; ``protected`` are kept in any
+    case. Without ``policy`` every checkpoint is kept. A folder with a damaged manifest is left for a person to look
     at."""
-    holdings = [folder.contents for folder in folders if folder.contents is not None]
-    going = set(expired(holdings, keep.last, keep.every, keep.best) if keep else ()) - set(spare)
-    needed = {file for holding in holdings if holding.name not in going for file in holding.needed_files()}
+    held = [folder.contents for folder in folders if folder.contents is not None]
+    expired_names = set(expired(held, policy.last, policy.every, policy.best) if policy else ()) - set(protected)
+    needed = {file for contents in held if contents.name not in expired_names for file in contents.needed_files()}
     files: list[str] = []
     whole: list[str] = []
     for folder in folders:
-        is_unfinished = MANIFEST not in folder.files and folder.age < age_key(before) and folder.name not in spare
+        is_unfinished = MANIFEST not in folder.files and folder.age < age_key(before) and folder.name not in protected
         paths = [f"{folder.name}/{file}" for file in folder.files]
-        if (folder.name in going or is_unfinished) and not needed.intersection(paths):
+        if (folder.name in expired_names or is_unfinished) and not needed.intersection(paths):
             whole.append(folder.name)
-        elif folder.name in going or is_unfinished or (folder.contents is not None and folder.name not in spare):
+        elif (
+            folder.name in expired_names
+            or is_unfinished
+            or (folder.contents is not None and folder.name not in protected)
+        ):
             # In a folder that is kept: what a killed commit, or an attempt with another layout, left behind.
-            files += [path for path in paths if path not in needed and _OURS.fullmatch(path.rpartition("/")[2])]
-    checkpoints = tuple(sorted(going, key=age_key))
+            files += [
+                path for path in paths if path not in needed and _CHECKPOINT_FILE.fullmatch(path.rpartition("/")[2])
+            ]
+    checkpoints = tuple(sorted(expired_names, key=age_key))
     return RemovalPlan(checkpoints, tuple(sorted(files)), tuple(sorted(whole, key=age_key)))
 
 
@@ -141,10 +147,10 @@ def list_folders(storage: Storage, *, only_if_unfinished: bool = False) -> tuple
     found = {name: tuple(storage.names(name)) for name in names}
     if only_if_unfinished and all(MANIFEST in files for files in found.values()):
         return ()
-    return tuple(CheckpointFolder(name, files, _holding(storage, name, files)) for name, files in found.items())
+    return tuple(CheckpointFolder(name, files, _contents(storage, name, files)) for name, files in found.items())
 
 
-def _holding(storage: Storage, name: str, files: tuple[str, ...]) -> CheckpointFiles | None:
+def _contents(storage: Storage, name: str, files: tuple[str, ...]) -> CheckpointFiles | None:
     path = f"{name}/{MANIFEST}"
     if MANIFEST not in files:
         return None
@@ -178,10 +184,10 @@ def apply_removal(storage: Storage, what: RemovalPlan) -> None:
 
 
 def apply_retention(
-    storage: Storage, keep: RetentionPolicy, committed: str, spare: Collection[str] = ()
+    storage: Storage, policy: RetentionPolicy, committed: str, protected: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Apply retention after a commit; the caller holds the lock. Returns the names of the removed checkpoints."""
-    what = plan_removal(list_folders(storage), keep, committed, (*spare, *named_by_latest(storage)))
+    what = plan_removal(list_folders(storage), policy, committed, (*protected, *named_by_latest(storage)))
     apply_removal(storage, what)
     with suppress(DeniedError):  # an object store may refuse to list its uploads
         storage.remove_stale()
@@ -189,8 +195,8 @@ def apply_retention(
     return what.checkpoints
 
 
-def clear_unfinished(storage: Storage, saving: str, spare: Collection[str] = ()) -> None:
+def clear_unfinished(storage: Storage, saving: str, protected: Collection[str] = ()) -> None:
     """Make room before a save: remove what failed or killed saves left. The caller holds the lock and is about to save
     ``saving``."""
     folders = list_folders(storage, only_if_unfinished=True)
-    apply_removal(storage, plan_removal(folders, None, saving, (*spare, saving)))
+    apply_removal(storage, plan_removal(folders, None, saving, (*protected, saving)))

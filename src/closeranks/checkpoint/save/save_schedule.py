@@ -3,7 +3,7 @@
 Only rank 0 consults it, and any rank on which a save failed; the vote informs the others. ``every`` is a number of
 steps (due at its multiples), a period of time (due at the first step at or after each multiple of it since the run's
 first step), or "auto": the interval that is optimal for the measured cost of a save and the job's failure rate
-(facts.intervals), learned during the run.
+(facts.checkpoint_policy.save_interval), learned during the run.
 
 What "auto" guarantees: no save in the first ``FIRST_SAVE_S`` of a run, so that short runs do not pay for one; then one
 save, which tests and measures the path, also after every restart; then saves at least one step and at most ``MOST_S``
@@ -51,7 +51,8 @@ class SaveHistory:
 
     @classmethod
     def decode(cls, state: Mapping[str, Any], num_new_faults: int | None = None) -> SaveHistory:
-        """Decode what ``Rhythm.state`` wrote. A state that was not written at an orderly end counts as one fault."""
+        """Decode what ``SaveSchedule.state`` wrote. A state that was not written at an orderly end counts as one
+        fault."""
         known = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         new = num_new_faults if num_new_faults is not None else int(not state.get("is_ending", False))
         return replace(cls(**known), num_faults=int(state.get("num_faults", 0)) + new)
@@ -81,7 +82,8 @@ def _blend(old: float, new: float, weight: float) -> float:
 
 
 class SaveSchedule:
-    """Call ``is_due`` after every step, and report the result of each save with ``saved`` or ``failed``."""
+    """Call ``is_due`` after every step, and report the result of each save with ``record_save`` or
+    ``record_failure``."""
 
     def __init__(
         self, every: int | str, mtbf_s: float | None, num_ranks: int, history: SaveHistory | None = None
@@ -123,9 +125,9 @@ class SaveSchedule:
         return {**asdict(self._history_now()), "is_ending": is_ending}
 
     def is_due(self, step: int, now_s: float) -> bool:
-        """Whether the state after this step should be saved. True once, then not again before ``saved`` or
-        ``failed``."""
-        self._hear(now_s)
+        """Whether the state after this step should be saved. True once, then not again before ``record_save`` or
+        ``record_failure``."""
+        self._set_now(now_s)
         if self.every == 0:
             return False
         if isinstance(self.every, int) and step % self.every == 0:
@@ -140,7 +142,7 @@ class SaveSchedule:
 
     def is_retry_due(self, now_s: float) -> bool:
         """On the other ranks, which call nothing else: whether a save failed here and should be retried."""
-        self._hear(now_s)
+        self._set_now(now_s)
         return self._num_failed > 0 and now_s >= self._retry_s
 
     def record_started(self) -> None:
@@ -163,7 +165,7 @@ class SaveSchedule:
 
     def record_save(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
         """A checkpoint was committed: training was blocked for ``stall_s``, and the save took ``durable_s`` in all."""
-        self._hear(now_s)
+        self._set_now(now_s)
         asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that this schedule did not request
         if self._asked_s is not None:
             asked_s, drag_s = self._asked_s, min(durable_s, max(-durable_s, self._slower_s))
@@ -173,7 +175,7 @@ class SaveSchedule:
 
     def record_failure(self, step: int, now_s: float) -> None:
         """A save failed: retry soon, then at growing intervals."""
-        self._hear(now_s)
+        self._set_now(now_s)
         self._asked_s = None
         self._retry_s = now_s + min(MOST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._num_failed, 30))
         self._num_failed += 1
@@ -212,14 +214,14 @@ class SaveSchedule:
             cost += f" and takes {format_duration(history.durable_s)} to be durable"
         return f"saving every {format_duration(self.interval_s)}: {cost}, {failures}"
 
-    def _hear(self, now_s: float) -> None:
+    def _set_now(self, now_s: float) -> None:
         if self._opened_s is None:
             self._opened_s = now_s
         self._now_s = now_s
 
     def _history_now(self) -> SaveHistory:
-        lived_s = self._now_s - self._opened_s if self._opened_s is not None else 0.0
-        return replace(self.history, uptime_s=self.history.uptime_s + lived_s)
+        session_s = self._now_s - self._opened_s if self._opened_s is not None else 0.0
+        return replace(self.history, uptime_s=self.history.uptime_s + session_s)
 
     def _is_under_way(self, now_s: float) -> bool:
         return self._asked_s is not None and now_s - self._asked_s < max(GIVEN_UP_S, 4 * self.history.durable_s)

@@ -117,20 +117,20 @@ def session_token(save: str) -> str:
     return save.rpartition("-")[0]
 
 
-def encode_save_task(order: SaveTask) -> dict[str, Any]:
+def encode_save_task(task: SaveTask) -> dict[str, Any]:
     return {
-        "save": order.save,
-        "folder": order.folder,
-        "step": order.step,
-        "rank": order.rank,
-        "num_ranks": order.num_ranks,
-        "layout": order.layout,
-        "chunks": [_chunk_row(chunk) for chunk in order.chunks],
-        "is_full": order.is_full,
-        "to_remote": order.to_remote,
-        "tree": None if order.tree is None else dict(order.tree),
-        "metric": order.metric,
-        "data_offset": order.data_offset,
+        "save": task.save,
+        "folder": task.folder,
+        "step": task.step,
+        "rank": task.rank,
+        "num_ranks": task.num_ranks,
+        "layout": task.layout,
+        "chunks": [_chunk_row(chunk) for chunk in task.chunks],
+        "is_full": task.is_full,
+        "to_remote": task.to_remote,
+        "tree": None if task.tree is None else dict(task.tree),
+        "metric": task.metric,
+        "data_offset": task.data_offset,
     }
 
 

@@ -69,12 +69,12 @@ class SupersededError(SaveError):
 class BufferRelease:
     """Reports once that the buffer is free."""
 
-    def __init__(self, order: SaveTask, report: Callable[[SaveReport], None]) -> None:
-        self._report: Callable[[], None] = lambda: report(SaveReport("released", order.save, order.step))
+    def __init__(self, task: SaveTask, report: Callable[[SaveReport], None]) -> None:
+        self._report: Callable[[], None] = lambda: report(SaveReport("released", task.save, task.step))
 
     def __call__(self) -> None:
-        say, self._report = self._report, lambda: None
-        say()
+        release, self._report = self._report, lambda: None
+        release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,62 +119,62 @@ def _opened(place: str) -> Storage:
 
 
 def save_to_all_tiers(
-    order: SaveTask,
+    task: SaveTask,
     source: ChunkSource,
     settings: SaveSettings,
     report: Callable[[SaveReport], None],
     is_superseded: Callable[[], bool],
 ) -> None:
     """One save on all tiers, one after the other."""
-    release = BufferRelease(order, report)
-    part = save_primary(order, source, settings, report, is_superseded, release)
-    if wants_remote(order, settings):
-        save_remote(order, source, part, settings, report, is_superseded, release)
+    release = BufferRelease(task, report)
+    part = save_primary(task, source, settings, report, is_superseded, release)
+    if wants_remote(task, settings):
+        save_remote(task, source, part, settings, report, is_superseded, release)
     release()
 
 
-def wants_remote(order: SaveTask, settings: SaveSettings) -> bool:
-    return bool(settings.remote) and order.to_remote
+def wants_remote(task: SaveTask, settings: SaveSettings) -> bool:
+    return bool(settings.remote) and task.to_remote
 
 
-def publish_failure(order: SaveTask, settings: SaveSettings, why: str) -> None:
+def publish_failure(task: SaveTask, settings: SaveSettings, why: str) -> None:
     """For a rank whose save failed before it got here: tells rank 0 on every tier not to wait for its part. Never
     raises; for a place that cannot be reached it blocks while requests are retried, and rank 0 waits for its
     timeout."""
-    publish_failure_at(settings.place, order, why)
-    if wants_remote(order, settings):
-        publish_failure_at(settings.remote, order, why)
+    publish_failure_at(settings.place, task, why)
+    if wants_remote(task, settings):
+        publish_failure_at(settings.remote, task, why)
 
 
-def publish_failure_at(place: str, order: SaveTask, why: str) -> None:
+def publish_failure_at(place: str, task: SaveTask, why: str) -> None:
     """The same in one place. Does nothing on rank 0, which no rank waits for."""
-    if order.rank == 0:
+    if task.rank == 0:
         return
-    path = f"{order.folder}/{failure_name(order.rank, order.num_ranks)}"
+    path = f"{task.folder}/{failure_name(task.rank, task.num_ranks)}"
     try:
-        _opened(place).publish(path, encode_failure(order, why), replace=True)
+        _opened(place).publish(path, encode_failure(task, why), replace=True)
     except Exception as error:  # the failure itself is reported elsewhere
-        _log.warning("rank %d could not tell %s that it does not save %s: %s", order.rank, place, order.folder, error)
+        _log.warning("rank %d could not tell %s that it does not save %s: %s", task.rank, place, task.folder, error)
 
 
 def save_primary(
-    order: SaveTask,
+    task: SaveTask,
     source: ChunkSource,
     settings: SaveSettings,
     report: Callable[[SaveReport], None],
     is_superseded: Callable[[], bool],
     release: Callable[[], None],
-    spare: Callable[[], Collection[str]] = tuple,
+    protected: Callable[[], Collection[str]] = tuple,
 ) -> RankPart | None:
     """Returns the part that was written and read back, None on failure: the buffer is then not free if another tier
     needs it."""
     return _save_tier(
-        TierSave(order, "primary", settings.place, source, settings, report, is_superseded, release, spare)
+        TierSave(task, "primary", settings.place, source, settings, report, is_superseded, release, protected)
     )
 
 
 def save_remote(
-    order: SaveTask,
+    task: SaveTask,
     source: ChunkSource,
     primary: RankPart | None,
     settings: SaveSettings,
@@ -187,10 +187,8 @@ def save_remote(
     known: dict[int, ChunkDigests] = {}
     if primary is not None:
         known = {number: ChunkDigests(entry.blake3, entry.digest_term) for number, entry in enumerate(primary.entries)}
-        source = _from_files(settings.place, order.folder, primary)
-    _save_tier(
-        TierSave(order, "remote", settings.remote, source, settings, report, is_superseded, release, known=known)
-    )
+        source = _from_files(settings.place, task.folder, primary)
+    _save_tier(TierSave(task, "remote", settings.remote, source, settings, report, is_superseded, release, known=known))
     release()
 
 
@@ -203,176 +201,176 @@ def _from_files(place: str, folder: str, part: RankPart) -> ChunkSource:
     return read
 
 
-def _save_tier(job: TierSave) -> RankPart | None:
+def _save_tier(save: TierSave) -> RankPart | None:
     part: RankPart | None = None
-    is_lead, is_committed = job.order.rank == 0, False
+    is_lead, is_committed = save.order.rank == 0, False
     try:
-        with _held(job):
+        with _held(save):
             if is_lead:
-                _clear(job)
+                _clear(save)
             failpoint(ORDERED)
-            counts = _counting(job)
+            counts = _counting(save)
             if counts is None:
-                part = _write_part(job)
+                part = _write_part(save)
                 # From here on rank 0 may commit at any moment, even if this call raises: nothing is withdrawn.
-                job.storage.publish(job.path(_name(job.order)), encode_part(part), replace=True)
+                save.storage.publish(save.path(_name(save.order)), encode_part(part), replace=True)
                 failpoint(PART_PUBLISHED)
-                counts = _commit(job, part) if is_lead else None
+                counts = _commit(save, part) if is_lead else None
             else:
-                _accept(job)
+                _accept(save)
             if counts is not None and is_lead:
-                _say_committed(job, counts)
+                _report_committed(save, counts)
                 is_committed = True
-                _collect(job)
+                _collect(save)
     except (SaveError, StorageError, CloseranksError) as error:
-        _fail(job, str(error), is_committed)
+        _fail(save, str(error), is_committed)
     except OSError as error:  # from a disk or an object store, not translated by the storage
-        _fail(job, os.strerror(error.errno) if error.errno else str(error), is_committed)
+        _fail(save, os.strerror(error.errno) if error.errno else str(error), is_committed)
     except Exception as error:  # whatever it is, training continues and the failure is reported
-        _log.exception("saving %s failed", job.order.folder)
-        _fail(job, f"{type(error).__name__}: {error}", is_committed)
+        _log.exception("saving %s failed", save.order.folder)
+        _fail(save, f"{type(error).__name__}: {error}", is_committed)
     return part
 
 
-def _fail(job: TierSave, why: str, is_committed: bool) -> None:
-    order = job.order
+def _fail(save: TierSave, why: str, is_committed: bool) -> None:
+    task = save.order
     if is_committed:  # for example, the lock could not be released: no reason to save again
-        _log.warning("%s was saved to %s, but then: %s", order.folder, job.place, why)
+        _log.warning("%s was saved to %s, but then: %s", task.folder, save.place, why)
         return
-    what = f"step {order.step} was not saved to {job.place}: {why}"
-    job.report(SaveReport("failed", order.save, order.step, job.tier, what=what, seconds=job.seconds))
+    what = f"step {task.step} was not saved to {save.place}: {why}"
+    save.report(SaveReport("failed", task.save, task.step, save.tier, what=what, seconds=save.seconds))
 
 
-def _clear(job: TierSave) -> None:
+def _clear(save: TierSave) -> None:
     """Remove what unfinished saves left; if that fails it costs space, not this save."""
-    order = job.order
+    task = save.order
     try:
-        clear_unfinished(job.storage, order.folder, job.protected())
+        clear_unfinished(save.storage, task.folder, save.protected())
     except (StorageError, CloseranksError) as error:
         what = f"leftovers of unfinished saves could not be removed: {error}"
-        job.report(SaveReport("collected", order.save, order.step, job.tier, what))
+        save.report(SaveReport("collected", task.save, task.step, save.tier, what))
 
 
-def _counting(job: TierSave) -> CheckpointManifest | None:
+def _counting(save: TierSave) -> CheckpointManifest | None:
     """The manifest if an earlier attempt of this session has already committed this step."""
-    order = job.order
-    found = read_committed(job.storage, order.folder)
-    if found is not None and (session_token(found.save), found.step) != (session_token(order.save), order.step):
-        raise SaveError(f"{order.folder} is already a checkpoint")
+    task = save.order
+    found = read_committed(save.storage, task.folder)
+    if found is not None and (session_token(found.save), found.step) != (session_token(task.save), task.step):
+        raise SaveError(f"{task.folder} is already a checkpoint")
     return found
 
 
-def _accept(job: TierSave) -> None:
+def _accept(save: TierSave) -> None:
     """The step is already committed, though an earlier report may have said otherwise: all that is left is to report
     it."""
-    if job.order.rank == 0:
+    if save.order.rank == 0:
         with suppress(StorageError):  # the next commit updates ``latest``
-            repair_latest(job.storage, job.order.folder)
-    _written(job, "", 0)
+            repair_latest(save.storage, save.order.folder)
+    _written(save, "", 0)
 
 
 @contextmanager
-def _held(job: TierSave) -> Iterator[None]:
-    if job.order.rank != 0:
+def _held(save: TierSave) -> Iterator[None]:
+    if save.order.rank != 0:
         yield
         return
-    wait_s = min(job.settings.timeout_s, _LOCK_WAIT_S)
-    with job.storage.lock(f"the run that saves {job.order.folder}", wait_s=wait_s):
+    wait_s = min(save.settings.timeout_s, _LOCK_WAIT_S)
+    with save.storage.lock(f"the run that saves {save.order.folder}", wait_s=wait_s):
         yield
 
 
-def _write_part(job: TierSave) -> RankPart:
+def _write_part(save: TierSave) -> RankPart:
     """Write the data and read it back, then release the buffer. On failure everything is withdrawn."""
-    order, storage = job.order, job.storage
+    task, storage = save.order, save.storage
     try:
-        stale = set(storage.names(order.folder))
-        for name in {_name(order), failure_name(order.rank, order.num_ranks)} & stale:
-            storage.remove(job.path(name))
-        part = _write_data(job)
+        stale = set(storage.names(task.folder))
+        for name in {_name(task), failure_name(task.rank, task.num_ranks)} & stale:
+            storage.remove(save.path(name))
+        part = _write_data(save)
     except Exception as error:
-        _withdraw(job, error)
+        _withdraw(save, error)
         raise
-    job.release()
+    save.release()
     return part
 
 
-def _name(order: SaveTask) -> str:
-    return part_name(order.rank, order.num_ranks)
+def _name(task: SaveTask) -> str:
+    return part_name(task.rank, task.num_ranks)
 
 
-def _withdraw(job: TierSave, error: Exception) -> None:
+def _withdraw(save: TierSave, error: Exception) -> None:
     """Best effort; rank 0 is told of the failure, or waits for its timeout."""
-    order = job.order
+    task = save.order
     with suppress(StorageError):
-        job.storage.remove(job.path(data_name(order.rank, order.num_ranks)))
+        save.storage.remove(save.path(data_name(task.rank, task.num_ranks)))
     if not isinstance(error, SupersededError):
-        publish_failure_at(job.place, order, str(error))
+        publish_failure_at(save.place, task, str(error))
 
 
-def _write_data(job: TierSave) -> RankPart:
-    order = job.order
-    known, referred = _references(job)
-    fresh = {number: chunk for number, chunk in enumerate(order.chunks) if number not in referred}
-    name = data_name(order.rank, order.num_ranks)
-    path = job.path(name)
+def _write_data(save: TierSave) -> RankPart:
+    task = save.order
+    known, referred = _references(save)
+    fresh = {number: chunk for number, chunk in enumerate(task.chunks) if number not in referred}
+    name = data_name(task.rank, task.num_ranks)
+    path = save.path(name)
     if not fresh:
-        _written(job, path, 0)
-        return RankPart(order.rank, order.num_ranks, order.save, (), tuple(referred.values()))
-    file, plan, digests = write_data_file(job.storage, path, fresh, job.source, known, job.check_cancelled)
-    _written(job, path, file.num_bytes)
-    if job.settings.read_back:
-        read_back(job.storage, path, file, fresh.values(), job.check_cancelled)
+        _written(save, path, 0)
+        return RankPart(task.rank, task.num_ranks, task.save, (), tuple(referred.values()))
+    file, plan, digests = write_data_file(save.storage, path, fresh, save.source, known, save.check_cancelled)
+    _written(save, path, file.num_bytes)
+    if save.settings.read_back:
+        read_back(save.storage, path, file, fresh.values(), save.check_cancelled)
         failpoint(READ_BACK)
     for number, offset in zip(fresh, plan.offsets, strict=True):
         mine = digests[number]
-        referred[number] = ChunkLocation(order.chunks[number], name, offset, mine.blake3, mine.digest_term)
-    entries = tuple(referred[number] for number in range(len(order.chunks)))
-    return RankPart(order.rank, order.num_ranks, order.save, (file,), entries)
+        referred[number] = ChunkLocation(task.chunks[number], name, offset, mine.blake3, mine.digest_term)
+    entries = tuple(referred[number] for number in range(len(task.chunks)))
+    return RankPart(task.rank, task.num_ranks, task.save, (file,), entries)
 
 
-def _written(job: TierSave, path: str, num_bytes: int) -> None:
-    order = job.order
-    where = f"{job.storage.url}/{path}" if num_bytes else ""
-    job.report(SaveReport("written", order.save, order.step, job.tier, "", where, num_bytes, job.seconds))
+def _written(save: TierSave, path: str, num_bytes: int) -> None:
+    task = save.order
+    where = f"{save.storage.url}/{path}" if num_bytes else ""
+    save.report(SaveReport("written", task.save, task.step, save.tier, "", where, num_bytes, save.seconds))
     # Not if the second tier may need the buffer, because this tier's file fails its read-back.
-    if job.tier == "remote" or not wants_remote(order, job.settings):
-        job.release()
+    if save.tier == "remote" or not wants_remote(task, save.settings):
+        save.release()
 
 
-def _references(job: TierSave) -> tuple[dict[int, ChunkDigests], dict[int, ChunkLocation]]:
+def _references(save: TierSave) -> tuple[dict[int, ChunkDigests], dict[int, ChunkLocation]]:
     """The digests known so far, and the chunks that need not be written because an earlier checkpoint has them."""
-    known = dict(job.known)
-    base = None if job.order.is_full else references.read_base_manifest(job.storage)
+    known = dict(save.known)
+    base = None if save.order.is_full else references.read_base_manifest(save.storage)
     if base is None:
         return known, {}
-    found = references.existing_references(job.storage, references.reference_candidates(base, job.order.chunks))
+    found = references.existing_references(save.storage, references.reference_candidates(base, save.order.chunks))
     referred: dict[int, ChunkLocation] = {}
     for number, entry in found.items():
         if number not in known:
-            known[number] = digest_chunk(job.order.chunks[number], job.source(number))
+            known[number] = digest_chunk(save.order.chunks[number], save.source(number))
         if known[number].blake3 == entry.blake3:
             referred[number] = entry
-        job.check_cancelled()
+        save.check_cancelled()
     return known, referred
 
 
-def _commit(job: TierSave, own: RankPart) -> CheckpointManifest:
-    parts = gather_parts(job.storage, job.order, own, job.settings.timeout_s, job.check_cancelled)
-    return commit(job.storage, job.order, parts)
+def _commit(save: TierSave, own: RankPart) -> CheckpointManifest:
+    parts = gather_parts(save.storage, save.order, own, save.settings.timeout_s, save.check_cancelled)
+    return commit(save.storage, save.order, parts)
 
 
-def _say_committed(job: TierSave, manifest: CheckpointManifest) -> None:
-    order, path = job.order, f"{job.storage.url}/{job.order.folder}"
-    job.report(SaveReport("committed", order.save, order.step, job.tier, "", path, manifest.num_bytes, job.seconds))
+def _report_committed(save: TierSave, manifest: CheckpointManifest) -> None:
+    task, path = save.order, f"{save.storage.url}/{save.order.folder}"
+    save.report(SaveReport("committed", task.save, task.step, save.tier, "", path, manifest.num_bytes, save.seconds))
 
 
-def _collect(job: TierSave) -> None:
-    order, storage, settings = job.order, job.storage, job.settings
-    keep = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
+def _collect(save: TierSave) -> None:
+    task, storage, settings = save.order, save.storage, save.settings
+    policy = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
     try:
-        names = apply_retention(storage, keep, order.folder, job.protected())
+        names = apply_retention(storage, policy, task.folder, save.protected())
     except (StorageError, CloseranksError) as error:  # the checkpoint is committed; the next save retries retention
-        job.report(SaveReport("collected", order.save, order.step, job.tier, f"nothing more could be removed: {error}"))
+        save.report(SaveReport("collected", task.save, task.step, save.tier, f"nothing more could be removed: {error}"))
     else:
         if names:
-            job.report(SaveReport("collected", order.save, order.step, job.tier, names=names))
+            save.report(SaveReport("collected", task.save, task.step, save.tier, names=names))

@@ -1,12 +1,12 @@
 """Saves checkpoints asynchronously, while training continues.
 
-    ask     begin a save: a target for the capture that copies the state (``capture.capture``)
-    poll    reports on saves since the last call
+    begin_save     begin a save: a target for the capture that copies the state (``capture.capture``)
+    poll           reports on saves since the last call
 
 The part of the state that this rank writes is copied into a slot owned by the saver and sent to a writer process, which
 does everything else. Costs that slot for as long as the saver is open, and a process of some tens of MB. Invariants: a
 failed save is never raised here, only reported; all ranks give a save the same name, because they count the calls of
-``ask`` and ``save_now``, whatever the result of each; the slot is never written to while a writer may read it.
+``begin_save`` and ``save_now``, whatever the result of each; the slot is never written to while a writer may read it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _POLL_S = 0.02
 _REMEMBERED = 64
 """Number of saves whose tiers are remembered: more than are ever in flight."""
 _NUM_RECENT = 4
-_LAST_WORDS_S = 5.0
-"""When this rank closes: time for the news of a failed save to reach the other ranks."""
+_FAILURE_S = 5.0
+"""When this rank closes: time for the report of a failed save to reach the other ranks."""
 _log = logging.getLogger(__name__)
 BEGUN = declare_failpoint("capture.begun", "a save was requested, and the state is about to be copied")
 COPIED = declare_failpoint("capture.copied", "the copy is complete; the writer does not know of it yet")
@@ -65,17 +65,17 @@ class CheckpointSaver:
         self._settings, self._config = settings, config
         self._num_saves = 0
         self._background = BackgroundThread("checkpoint")
-        self._messenger = BackgroundThread("checkpoint-word")
+        self._failure_thread = BackgroundThread("checkpoint-word")
         """Publishes failures to storage, which may block: the copy of the state must not wait for that."""
         self._slot = SnapshotSlot()
-        self._courier = WriterClient(settings)
-        self._courier_lock = threading.Lock()
+        self._client = WriterClient(settings)
+        self._client_lock = threading.Lock()
         self._noted: SimpleQueue[SaveReport] = SimpleQueue()
-        self._heard: list[SaveReport] = []
+        self._reports: list[SaveReport] = []
         self._holder: SaveTask | None = None
         """The save that is using the buffer."""
-        self._went_remote: dict[int, bool] = {}
-        self._orders: dict[str, SaveTask] = {}
+        self._saved_remotely: dict[int, bool] = {}
+        self._tasks: dict[str, SaveTask] = {}
         self._is_closed = False
 
     def warm_up(self, capture: Capture, tensors: Sequence[StateTensor]) -> None:
@@ -99,20 +99,20 @@ class CheckpointSaver:
         """A capture target for the current state; an empty list if the previous save is still being written. ``tree``
         must not change afterwards. ``is_full`` (write everything) and ``to_remote`` (also save to the second tier)
         follow the config unless given."""
-        order = self._order(step, tree, metric, to_remote, is_full)
+        task = self._new_task(step, tree, metric, to_remote, is_full)
         self._listen()
         if self._holder is not None:
-            self.report_failure(order, f"the save of step {self._holder.step} is still being written")
+            self.report_failure(task, f"the save of step {self._holder.step} is still being written")
             return []
-        self._holder = order
+        self._holder = task
         failpoint(BEGUN)
-        return [SaveTarget(self, order, self._slot)]
+        return [SaveTarget(self, task, self._slot)]
 
     def poll(self) -> list[SaveReport]:
         """Reports since the last call; never blocks."""
         self._listen()
-        heard, self._heard = self._heard, []
-        return heard
+        reports, self._reports = self._reports, []
+        return reports
 
     def wait(self, timeout_s: float) -> list[SaveReport]:
         """Wait until no save is in flight, or the time is up."""
@@ -133,15 +133,15 @@ class CheckpointSaver:
         """Save synchronously, in this process, from the tensors' own memory; returns all reports since the last
         ``poll``. A save in flight is waited for, and cancelled after ``patience_s`` (None: as long as a save may take),
         since two concurrent saves would interfere."""
-        order = self._order(step, tree, metric, to_remote=True, is_full=None)
+        task = self._new_task(step, tree, metric, to_remote=True, is_full=None)
         reports = self._cleared(self._settings.timeout_s if patience_s is None else patience_s)
         try:
             source = TensorChunkSource(items)
-            whole = replace(order, chunks=source.chunks())
+            whole = replace(task, chunks=source.chunks())
             save_tiers.save_to_all_tiers(whole, source, self._settings, reports.append, lambda: False)
         except Exception as error:  # it cannot be saved, and the caller decides what follows
-            reports += _given_up(order.save, step, self._tiers(order), _in_words(error))
-            save_tiers.publish_failure(order, self._settings, _in_words(error))
+            reports += _failure_reports(task.save, step, self._tiers(task), _in_words(error))
+            save_tiers.publish_failure(task, self._settings, _in_words(error))
         return reports
 
     def path_of(self, step: int) -> str:
@@ -150,7 +150,7 @@ class CheckpointSaver:
 
     def went_remote(self, step: int) -> bool:
         """Whether the last save of a step was also meant for the second tier; reports say whether it got there."""
-        return self._went_remote.get(step, False)
+        return self._saved_remotely.get(step, False)
 
     @property
     def is_busy(self) -> bool:
@@ -161,21 +161,21 @@ class CheckpointSaver:
     @property
     def is_in_flight(self) -> bool:
         """Whether a save is unfinished: being copied, written, or waiting for its commit."""
-        return self.is_busy or self._courier.is_busy
+        return self.is_busy or self._client.is_busy
 
     def close(self) -> None:
         """Cancels saves in flight: call ``wait`` first if they matter. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
-        _hand(self._background, self._stop_writer)
+        _submit(self._background, self._stop_writer)
         self._background.close()
-        self._messenger.close(_LAST_WORDS_S)
+        self._failure_thread.close(_FAILURE_S)
         self._slot.close()
 
     # The life of a save.
 
-    def _order(
+    def _new_task(
         self,
         step: int,
         tree: Mapping[str, Any] | None,
@@ -184,7 +184,7 @@ class CheckpointSaver:
         is_full: bool | None,
     ) -> SaveTask:
         number, self._num_saves = self._num_saves, self._num_saves + 1
-        order = SaveTask(
+        task = SaveTask(
             save=f"{self._token}-{number}",
             folder=folder_name(step, self._part),
             step=step,
@@ -197,17 +197,17 @@ class CheckpointSaver:
             tree=tree if self._rank == 0 else None,
             metric=metric,
         )
-        self._orders[order.save] = order
-        if len(self._orders) > _NUM_RECENT:
-            del self._orders[next(iter(self._orders))]
-        self._went_remote.pop(step, None)
-        self._went_remote[step] = "remote" in self._tiers(order)
-        if len(self._went_remote) > _REMEMBERED:
-            del self._went_remote[next(iter(self._went_remote))]
-        return order
+        self._tasks[task.save] = task
+        if len(self._tasks) > _NUM_RECENT:
+            del self._tasks[next(iter(self._tasks))]
+        self._saved_remotely.pop(step, None)
+        self._saved_remotely[step] = "remote" in self._tiers(task)
+        if len(self._saved_remotely) > _REMEMBERED:
+            del self._saved_remotely[next(iter(self._saved_remotely))]
+        return task
 
-    def _tiers(self, order: SaveTask) -> set[StorageTier]:
-        return {"primary", "remote"} if order.to_remote and self._settings.remote else {"primary"}
+    def _tiers(self, task: SaveTask) -> set[StorageTier]:
+        return {"primary", "remote"} if task.to_remote and self._settings.remote else {"primary"}
 
     def _listen(self) -> None:
         """Collect reports and update the saves in flight from them. Never blocks: while the background thread starts a
@@ -218,74 +218,74 @@ class CheckpointSaver:
                 fresh.append(self._noted.get_nowait())
             except Empty:
                 break
-        if self._courier_lock.acquire(blocking=False):
+        if self._client_lock.acquire(blocking=False):
             try:
-                told = self._courier.poll()
+                reports = self._client.poll()
             finally:
-                self._courier_lock.release()
-            self._pass_on(told)
-            fresh += told
+                self._client_lock.release()
+            self._publish_failures(reports)
+            fresh += reports
         for report in fresh:
             if report.kind == "released" and self._holder is not None and report.save == self._holder.save:
                 self._holder = None
-        self._heard += fresh
+        self._reports += fresh
 
-    def _pass_on(self, told: Sequence[SaveReport]) -> None:
+    def _publish_failures(self, reports: Sequence[SaveReport]) -> None:
         """Publish failures on behalf of a writer that died: rank 0's writer would wait for this rank's part. Publishing
         twice does no harm."""
-        for report in told:
-            order = self._orders.get(report.save)
-            if report.kind == "failed" and order is not None:
-                _hand(self._messenger, partial(save_tiers.publish_failure, order, self._settings, report.what))
+        for report in reports:
+            task = self._tasks.get(report.save)
+            if report.kind == "failed" and task is not None:
+                _submit(self._failure_thread, partial(save_tiers.publish_failure, task, self._settings, report.what))
 
-    def report_failure(self, order: SaveTask, what: str) -> None:
+    def report_failure(self, task: SaveTask, what: str) -> None:
         """Report a failed save here at once and, in the background, to rank 0's writer, which would wait for this
         rank's part."""
-        for report in _given_up(order.save, order.step, self._tiers(order), what):
+        for report in _failure_reports(task.save, task.step, self._tiers(task), what):
             self._noted.put(report)
-        _hand(self._messenger, lambda: save_tiers.publish_failure(order, self._settings, what))
+        _submit(self._failure_thread, lambda: save_tiers.publish_failure(task, self._settings, what))
 
     def _cleared(self, patience_s: float) -> list[SaveReport]:
         """End all saves in flight and the writer; returns all reports so far."""
         reports = self.wait(patience_s)
-        if _hand(self._background, self._stop_writer):
+        if _submit(self._background, self._stop_writer):
             self._background.drain()
         return reports + self.poll()
 
-    def send_to_writer(self, order: SaveTask, chunks: tuple[Chunk, ...]) -> None:
+    def send_to_writer(self, task: SaveTask, chunks: tuple[Chunk, ...]) -> None:
         """Called by the copying thread when the copy is complete."""
-        if not _hand(self._background, lambda: self._send(replace(order, chunks=chunks, data_offset=DATA_AT))):
-            self.report_failure(order, "no thread can be started to pass it to a writer")
+        if not _submit(self._background, lambda: self._send(replace(task, chunks=chunks, data_offset=DATA_AT))):
+            self.report_failure(task, "no thread can be started to pass it to a writer")
 
     # The methods below run on the background thread.
 
-    def _send(self, order: SaveTask) -> None:
+    def _send(self, task: SaveTask) -> None:
         try:
-            with self._courier_lock:
-                self._courier.send(order, self._slot.fd)
+            with self._client_lock:
+                self._client.send(task, self._slot.fd)
         except Exception as error:  # most likely a tree that is not JSON; the client may already count it as sent
-            self.report_failure(order, _in_words(error))
-            self._stop_writer(untold=order.save)
+            self.report_failure(task, _in_words(error))
+            self._stop_writer(unreported=task.save)
         else:
             failpoint(SENT)
 
     def _start_writer(self) -> None:
-        with self._courier_lock:
-            if not self._courier.is_alive:
-                self._courier.start()
+        with self._client_lock:
+            if not self._client.is_alive:
+                self._client.start()
 
-    def _stop_writer(self, untold: str = "") -> None:
-        with self._courier_lock:
-            for report in self._courier.close():
-                if report.save != untold:
+    def _stop_writer(self, unreported: str = "") -> None:
+        with self._client_lock:
+            for report in self._client.close():
+                if report.save != unreported:
                     self._noted.put(report)
 
 
 class SaveTarget:
-    """One save, as a target of a capture: what this rank writes, packed. ``order`` None: warm-up, nothing is saved."""
+    """One save, as a target of a capture: what this rank writes, packed. ``task`` None: warm-up, nothing is saved."""
 
-    def __init__(self, saver: CheckpointSaver, order: SaveTask | None, slot: SnapshotSlot) -> None:
-        self._saver, self._order = saver, order
+    def __init__(self, saver: CheckpointSaver, task: SaveTask | None, slot: SnapshotSlot) -> None:
+        self._saver, self._task = saver, task
         self.slots: Sequence[SnapshotSlot] = (slot,)
 
     def entries(self, plan: CapturePlan) -> Sequence[int]:
@@ -298,36 +298,36 @@ class SaveTarget:
     def on_half_copied(self) -> None: ...
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
-        assert self._order is not None
+        assert self._task is not None
         failpoint(COPIED)
         try:
             chunks = chunks_of_plan(plan, crcs)
         except CheckpointError as error:
             self.fail(error.what, None)
         else:
-            self._saver.send_to_writer(self._order, chunks)
+            self._saver.send_to_writer(self._task, chunks)
 
     def fail(self, problem: str, error: BaseException | None) -> None:
-        assert self._order is not None
-        self._saver.report_failure(self._order, problem)
+        assert self._task is not None
+        self._saver.report_failure(self._task, problem)
 
     def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
         self.slots[0].reserve(plan.num_saved_bytes, 0)
         return self.slots
 
 
-def _hand(background: BackgroundThread, job: Task) -> bool:
+def _submit(background: BackgroundThread, task: Task) -> bool:
     """False if no thread can be started: then no writer was ever started either, and other ranks wait for their
     timeout."""
     try:
-        background.submit(job)
+        background.submit(task)
     except RuntimeError as error:
         _log.warning("the background thread for checkpoints cannot be started: %s", error)
         return False
     return True
 
 
-def _given_up(save: str, step: int, tiers: set[StorageTier], what: str) -> list[SaveReport]:
+def _failure_reports(save: str, step: int, tiers: set[StorageTier], what: str) -> list[SaveReport]:
     """Reports for a save that failed on all tiers: the buffer is free."""
     failed = [SaveReport("failed", save, step, tier, what) for tier in sorted(tiers)]
     return [*failed, SaveReport("released", save, step)]

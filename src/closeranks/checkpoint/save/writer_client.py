@@ -1,10 +1,10 @@
 """The trainer's client of its writer process: sends saves to it and receives reports.
 
-    courier = Courier(settings)
-    courier.start()                      the process is up 0.2 s later; nothing waits for it
-    courier.send(order, fd)              returns at once
-    courier.poll() -> [Report, ...]      the reports received since; never blocks
-    courier.close(wait_s=...)            waits that long for saves in flight, then cancels them
+    client = WriterClient(settings)
+    client.start()                           the process is up 0.2 s later; nothing waits for it
+    client.send(task, fd)                    returns at once
+    client.poll() -> [SaveReport, ...]       the reports received since; never blocks
+    client.close(wait_s=...)                 waits that long for saves in flight, then cancels them
 
 Invariants: nothing here raises because of the writer: if it died, or sent no heartbeat for too long on one of its
 tiers, all its saves in flight become ``failed`` and ``released`` reports, and the next save starts another writer; the
@@ -68,8 +68,8 @@ class WriterClient:
         self._patience_s = settings.timeout_s + _GRACE_S if patience_s is None else patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._flights: dict[str, PendingSave] = {}
-        self._unheard: list[SaveReport] = []
+        self._pending: dict[str, PendingSave] = {}
+        self._reports: list[SaveReport] = []
 
     def start(self) -> None:
         """Start the process before the first save, so that the save need not wait. If it cannot be started, ``send``
@@ -97,28 +97,30 @@ class WriterClient:
         writer_messages.send(mine, encode_settings(self._settings))
         return mine
 
-    def send(self, order: SaveTask, fd: int | None) -> None:
+    def send(self, task: SaveTask, fd: int | None) -> None:
         """``fd``: of the buffer; still owned by the caller, who must not change its bytes until ``released``."""
         self._listen()  # a writer that has died meanwhile is replaced, not written to
-        self._flights[order.save] = PendingSave(order, time.monotonic())
+        self._pending[task.save] = PendingSave(task, time.monotonic())
         try:
-            writer_messages.send(self._start(), encode_save_task(order), fd)
+            writer_messages.send(self._start(), encode_save_task(task), fd)
         except OSError as error:
             self._lose(f"the writer could not be reached: {error}")
 
     def poll(self) -> list[SaveReport]:
         self._listen()
-        heard, self._unheard = self._unheard, []
-        return heard
+        reports, self._reports = self._reports, []
+        return reports
 
     def _listen(self) -> None:
-        while self._connection is not None and self._has_word(0.0):
+        while self._connection is not None and self._has_message(0.0):
             try:
-                self._hear(writer_messages.receive(self._connection))
+                self._handle_message(writer_messages.receive(self._connection))
             except (EOFError, OSError):
-                self._lose(self._last_words())
+                self._lose(self._exit_reason())
         now = time.monotonic()
-        silent = [flight for flight in self._flights.values() if now - flight.heard_at > self._patience_s]
+        silent = [
+            pending_save for pending_save in self._pending.values() if now - pending_save.heard_at > self._patience_s
+        ]
         if silent:
             self._lose(f"the writer sent no heartbeat for {self._patience_s:g} s, so the storage may be hanging")
 
@@ -129,57 +131,57 @@ class WriterClient:
     @property
     def is_busy(self) -> bool:
         """Whether any save is unfinished on any tier, according to the messages received so far."""
-        return bool(self._flights)
+        return bool(self._pending)
 
     def wait(self, timeout_s: float) -> list[SaveReport]:
         """Reports received until nothing is in flight or the time is up."""
-        until, heard = time.monotonic() + timeout_s, self.poll()
-        while self._flights and time.monotonic() < until:
+        until, reports = time.monotonic() + timeout_s, self.poll()
+        while self._pending and time.monotonic() < until:
             left_s = min(until - time.monotonic(), self._patience_s, 1.0)
-            self._has_word(max(0.0, left_s))
-            heard += self.poll()
-        return heard
+            self._has_message(max(0.0, left_s))
+            reports += self.poll()
+        return reports
 
     def close(self, wait_s: float = 0.0) -> list[SaveReport]:
         """Returns the reports received meanwhile; saves still in flight after ``wait_s`` are cancelled and reported as
         failed."""
-        heard = self.wait(wait_s) if wait_s else self.poll()
-        self._lose("the run ended before it was done", leave_s=_LEAVE_S if self._flights else 0.0)
-        unheard, self._unheard = self._unheard, []
-        return heard + unheard
+        reports = self.wait(wait_s) if wait_s else self.poll()
+        self._lose("the run ended before it was done", leave_s=_LEAVE_S if self._pending else 0.0)
+        lost, self._reports = self._reports, []
+        return reports + lost
 
-    def _has_word(self, wait_s: float) -> bool:
+    def _has_message(self, wait_s: float) -> bool:
         if self._connection is None:
             return False
         waiting = select.poll()  # not select.select: a trainer may have more than a thousand descriptors
         waiting.register(self._connection, select.POLLIN)
         return bool(waiting.poll(wait_s * 1000))
 
-    def _hear(self, message: writer_messages.WriterMessage) -> None:
+    def _handle_message(self, message: writer_messages.WriterMessage) -> None:
         body = message.body
         if "report" in body:
             report = decode_report(body["report"])
-            self._unheard.append(report)
-            flight = self._flights.get(report.save)
-            if flight is not None:
-                self._hear_from(flight.tier)
-                flight.is_released |= report.kind == "released"
-                flight.ended += (report.tier,) if report.kind in ("committed", "failed") else ()
+            self._reports.append(report)
+            pending_save = self._pending.get(report.save)
+            if pending_save is not None:
+                self._record_activity(pending_save.tier)
+                pending_save.is_released |= report.kind == "released"
+                pending_save.ended += (report.tier,) if report.kind in ("committed", "failed") else ()
             return
         ((word, save),) = body.items()
-        if save in self._flights:
-            self._hear_from(self._flights[save].tier)
+        if save in self._pending:
+            self._record_activity(self._pending[save].tier)
             if word == "passed":
-                self._flights[save].tier = "remote"
+                self._pending[save].tier = "remote"
             elif word == "done":
-                del self._flights[save]
+                del self._pending[save]
 
-    def _hear_from(self, lane: StorageTier) -> None:
+    def _record_activity(self, tier: StorageTier) -> None:
         """A heartbeat of a tier counts for all saves queued on it, but says nothing about the other tier."""
         now = time.monotonic()
-        for flight in self._flights.values():
-            if flight.tier == lane:
-                flight.heard_at = now
+        for pending_save in self._pending.values():
+            if pending_save.tier == tier:
+                pending_save.heard_at = now
 
     def _lose(self, why: str, leave_s: float = 0.0) -> None:
         """End the writer and fail all its saves in flight; it gets ``leave_s`` to exit by itself before it is
@@ -195,11 +197,11 @@ class WriterClient:
             self._process.kill()
             _reap(self._process)
             self._process = None
-        flights, self._flights = list(self._flights.values()), {}
-        for flight in flights:
-            self._unheard += _given_up(flight, self._settings, why)
+        pending, self._pending = list(self._pending.values()), {}
+        for pending_save in pending:
+            self._reports += _failure_reports(pending_save, self._settings, why)
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         """How the writer ended; it has closed the connection, so it has exited or is about to."""
         assert self._process is not None
         try:
@@ -222,14 +224,14 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
             threading.Thread(target=process.wait, name="reap", daemon=True).start()
 
 
-def _given_up(flight: PendingSave, settings: SaveSettings, why: str) -> list[SaveReport]:
-    order = flight.order
+def _failure_reports(pending_save: PendingSave, settings: SaveSettings, why: str) -> list[SaveReport]:
+    task = pending_save.order
     tiers: list[tuple[StorageTier, str]] = [("primary", settings.place)]
-    if settings.remote and order.to_remote:
+    if settings.remote and task.to_remote:
         tiers.append(("remote", settings.remote))
     found = [
-        SaveReport("failed", order.save, order.step, tier, what=f"step {order.step} was not saved to {place}: {why}")
+        SaveReport("failed", task.save, task.step, tier, what=f"step {task.step} was not saved to {place}: {why}")
         for tier, place in tiers
-        if tier not in flight.ended
+        if tier not in pending_save.ended
     ]
-    return found if flight.is_released else [*found, SaveReport("released", order.save, order.step)]
+    return found if pending_save.is_released else [*found, SaveReport("released", task.save, task.step)]

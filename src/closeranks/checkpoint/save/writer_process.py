@@ -48,7 +48,7 @@ RECEIVED = declare_failpoint(
     "writer.order_received", "a writer process has a save order and the buffer; nothing is written yet"
 )
 
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 """Minimum time between two heartbeats of a save."""
 _LEAVE_S = 0.8
 """How long the release of leases at exit may take; the trainer kills this process soon after."""
@@ -69,9 +69,9 @@ class WriterProcess:
     def __init__(self, connection: socket.socket, settings: SaveSettings) -> None:
         self._connection = connection
         self._settings = settings
-        self._speaking = threading.Lock()
+        self._send_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._orders: deque[QueuedSave] = deque()
+        self._queue: deque[QueuedSave] = deque()
         self._uploads: deque[QueuedSave] = deque()
         self._uploading: QueuedSave | None = None
         self._newest = ""
@@ -79,8 +79,8 @@ class WriterProcess:
 
     def run(self) -> None:
         """Serve until the trainer closes the connection; saves in flight are then cancelled and stay uncommitted."""
-        for lane in (self._be_primary, self._be_remote):
-            threading.Thread(target=lane, daemon=True).start()
+        for loop in (self._run_primary, self._run_remote):
+            threading.Thread(target=loop, daemon=True).start()
         while True:
             try:
                 message = writer_messages.receive(self._connection)
@@ -91,19 +91,19 @@ class WriterProcess:
             self._take(message)
 
     def _take(self, message: writer_messages.WriterMessage) -> None:
-        order = decode_save_task(message.body)
+        save_task = decode_save_task(message.body)
         failpoint(RECEIVED)
-        source = _from_memory(order, message.fd)
+        source = _from_memory(save_task, message.fd)
         with self._changed:
-            self._newest = order.save
-            self._orders.append(QueuedSave(order, source, save_tiers.BufferRelease(order, self._report)))
+            self._newest = save_task.save
+            self._queue.append(QueuedSave(save_task, source, save_tiers.BufferRelease(save_task, self._report)))
             self._changed.notify_all()
 
-    def _be_primary(self) -> None:
+    def _run_primary(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._orders)
-                task = self._orders.popleft()
+                self._changed.wait_for(lambda: self._queue)
+                task = self._queue.popleft()
             task.part = save_tiers.save_primary(
                 task.order,
                 task.source,
@@ -114,14 +114,14 @@ class WriterProcess:
                 self._uploading_names,
             )
             if save_tiers.wants_remote(task.order, self._settings):
-                self._say({"passed": task.order.save})  # before the remote thread can report anything about it
+                self._send({"passed": task.order.save})  # before the remote thread can report anything about it
                 with self._changed:
                     self._uploads.append(task)
                     self._changed.notify_all()
             else:
                 self._finish(task)
 
-    def _be_remote(self) -> None:
+    def _run_remote(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._uploads)
@@ -136,7 +136,7 @@ class WriterProcess:
                 task.part,
                 self._settings,
                 self._report,
-                partial(self._beat, task),
+                partial(self._heartbeat, task),
                 task.release,
             )
             with self._changed:
@@ -145,11 +145,11 @@ class WriterProcess:
 
     def _skip(self, task: QueuedSave) -> None:
         """Other ranks may not skip this upload, and rank 0 would wait for this rank's part: publish the failure."""
-        order, why = task.order, "a later save replaced it"
+        save_task, why = task.order, "a later save replaced it"
         task.release()
-        what = f"step {order.step} was not saved to {self._settings.remote}: {why}"
-        self._report(SaveReport("failed", order.save, order.step, "remote", what=what))
-        save_tiers.publish_failure_at(self._settings.remote, order, why)
+        what = f"step {save_task.step} was not saved to {self._settings.remote}: {why}"
+        self._report(SaveReport("failed", save_task.save, save_task.step, "remote", what=what))
+        save_tiers.publish_failure_at(self._settings.remote, save_task, why)
         self._finish(task)
 
     def _uploading_names(self) -> tuple[str, ...]:
@@ -159,45 +159,45 @@ class WriterProcess:
             return tuple(task.order.folder for task in tasks)
 
     def _is_superseded(self, task: QueuedSave) -> bool:
-        return self._beat(task) or self._newest != task.order.save
+        return self._heartbeat(task) or self._newest != task.order.save
 
-    def _beat(self, task: QueuedSave) -> bool:
+    def _heartbeat(self, task: QueuedSave) -> bool:
         """Sends a heartbeat; True only when the process is ending. A newer save does not cancel an upload: if uploads
         are slower than saves, none would ever finish."""
         now = time.monotonic()
-        if now - task.last_beat_at >= _BEAT_S:
+        if now - task.last_beat_at >= _HEARTBEAT_S:
             task.last_beat_at = now
-            self._say({"beat": task.order.save})
+            self._send({"beat": task.order.save})
         return self._is_leaving
 
     def _finish(self, task: QueuedSave) -> None:
         task.release()
-        self._say({"done": task.order.save})
+        self._send({"done": task.order.save})
 
     def _report(self, report: SaveReport) -> None:
-        self._say({"report": encode_report(report)})
+        self._send({"report": encode_report(report)})
 
-    def _say(self, body: dict[str, object]) -> None:
-        with self._speaking, suppress(OSError):  # the trainer closed the connection; the main thread notices, too
+    def _send(self, body: dict[str, object]) -> None:
+        with self._send_lock, suppress(OSError):  # the trainer closed the connection; the main thread notices, too
             writer_messages.send(self._connection, body)
 
 
-def _from_memory(order: SaveTask, fd: int | None) -> ChunkSource:
+def _from_memory(save_task: SaveTask, fd: int | None) -> ChunkSource:
     """The buffer is mapped read-only, not copied, and unmapped when the last view of it is gone."""
-    if fd is None or not order.num_bytes:
+    if fd is None or not save_task.num_bytes:
         whole = memoryview(b"")
     else:
-        whole = memoryview(mmap.mmap(fd, order.data_offset + order.num_bytes, access=mmap.ACCESS_READ))
+        whole = memoryview(mmap.mmap(fd, save_task.data_offset + save_task.num_bytes, access=mmap.ACCESS_READ))
     if fd is not None:
         os.close(fd)
-    offsets = order.offsets
-    return lambda number: whole[offsets[number] : offsets[number] + order.chunks[number].num_bytes]
+    offsets = save_task.offsets
+    return lambda number: whole[offsets[number] : offsets[number] + save_task.chunks[number].num_bytes]
 
 
 _LAST = 19
 
 
-def _step_back(nice: int) -> None:
+def _lower_priority(nice: int) -> None:
     """Lower the priority before any thread is started, since threads inherit it. At nice 19 the process also moves to
     SCHED_IDLE: four threads at nice 19 beside two training threads still take a thirtieth of their time."""
     os.nice(nice)
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> None:
         settings = decode_settings(writer_messages.receive(connection).body)
     except (EOFError, OSError):
         return
-    _step_back(settings.nice)
+    _lower_priority(settings.nice)
     WriterProcess(connection, settings).run()
     sys.stderr.flush()
     os._exit(0)  # the tier threads may still be working, and nothing waits for them

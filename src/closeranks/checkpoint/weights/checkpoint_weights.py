@@ -24,8 +24,8 @@ class CheckpointWeights:
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._averaged = reader.shapes(EMA).keys()
-        said = "The weights are the moving average that optim.ema kept; closeranks ckpt convert --to dcp exports both."
-        self.notes: tuple[str, ...] = (said,) if self._averaged else ()
+        note = "The weights are the moving average that optim.ema kept; closeranks ckpt convert --to dcp exports both."
+        self.notes: tuple[str, ...] = (note,) if self._averaged else ()
 
     @property
     def path(self) -> str:

@@ -41,11 +41,11 @@ def read_index(path: Path) -> Mapping[str, Path]:
     table = read_json(path).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{path} is damaged: it has no weight_map", _AGAIN)
-    files = {str(value): _beside(path, value) for value in table.values()}
+    files = {str(value): _sibling_path(path, value) for value in table.values()}
     return {str(name): files[str(value)] for name, value in table.items()}
 
 
-def _beside(index: Path, name: object) -> Path:
+def _sibling_path(index: Path, name: object) -> Path:
     """Symbolic links may point anywhere, as in the hub's own cache; file names may not leave the folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
         what = f"{index} names the file {name!r}, which is not in its folder"

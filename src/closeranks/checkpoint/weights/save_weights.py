@@ -26,7 +26,7 @@ SECTION = "model"
 
 
 def save_weights(
-    place: str, weights: Weights, tensors: Sequence[ExportTensor], tree: Mapping[str, Any], watcher: ProgressListener
+    place: str, weights: Weights, tensors: Sequence[ExportTensor], tree: Mapping[str, Any], listener: ProgressListener
 ) -> str:
     """Write a checkpoint of step 0 at ``place``; returns its path."""
     total = sum(tensor.num_bytes for tensor in tensors)
@@ -35,14 +35,14 @@ def save_weights(
     def source(number: int) -> memoryview:
         tensor, piece = wanted[number]
         data = tensor_memoryview(weights.read(tensor.source, piece, tensor.dtype))
-        watcher.advance(len(data))
+        listener.advance(len(data))
         return data
 
-    watcher.begin("reading", total)
+    listener.begin("reading", total)
     found = [_chunk(tensor, piece, source(number)) for number, (tensor, piece) in enumerate(wanted)]
-    watcher.begin("writing", total)
+    listener.begin("writing", total)
     reports: list[SaveReport] = []
-    order = SaveTask(
+    task = SaveTask(
         save=f"{secrets.token_hex(8)}-0",
         folder=folder_name(0),
         step=0,
@@ -55,7 +55,7 @@ def save_weights(
         tree=tree,
         metric=None,
     )
-    save_to_all_tiers(order, source, SaveSettings.from_config(CheckpointConfig(), place), reports.append, lambda: False)
+    save_to_all_tiers(task, source, SaveSettings.from_config(CheckpointConfig(), place), reports.append, lambda: False)
     for report in reports:
         if report.kind == "committed":
             return report.path
