@@ -51,7 +51,7 @@ def made_ready(background: BackgroundThread, items: list[StateTensor]) -> tuple[
     """A target whose slot is pinned."""
     capture, target = Capture(background=background), Taking([])
     capture.make_ready(items, target)
-    capture._pinner.drain()
+    capture._pin_thread.drain()
     return capture, target
 
 
@@ -67,8 +67,8 @@ def test_every_kind_of_tensor_arrives_as_it_is(
     capture.make_ready(items, target)
     found = captured_of(capture, target, items)
     assert stored(found) == {key: raw(tensor.detach().cpu()) for key, tensor in tensors.items()}
-    capture._pinner.drain()
-    assert [pinned.is_pinned for pinned in capture._pins.values()] == [pins]
+    capture._pin_thread.drain()
+    assert [pinned.is_pinned for pinned in capture._pinned_slots.values()] == [pins]
     assert TensorChunkSource(items).chunks() == found.chunks
     capture.close()
 
@@ -78,7 +78,7 @@ def test_the_slot_grows_and_stays_pinned(background: BackgroundThread) -> None:
     for size in (1000, 30 << 20, 10):
         tensor = torch.randn(size, device="cuda")
         assert stored(captured_of(capture, target, [item("w", tensor)])) == {"w": raw(tensor.cpu())}
-        assert [pinned.is_pinned for pinned in capture._pins.values()] == [True]
+        assert [pinned.is_pinned for pinned in capture._pinned_slots.values()] == [True]
     capture.close()
 
 

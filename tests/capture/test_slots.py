@@ -133,8 +133,8 @@ def covered(path: str) -> list[range]:
     """Every byte that means anything."""
     sealed = SealedSlot(path)
     entries = [range(DATA_AT + e.offset, DATA_AT + e.offset + e.num_bytes) for e in sealed.index.entries]
-    at = sealed.lengths.index_at
-    return [range(HEADER_BYTES), *entries, range(at, at + sealed.lengths.num_index)]
+    at = sealed.extents.index_at
+    return [range(HEADER_BYTES), *entries, range(at, at + sealed.extents.num_index)]
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(place: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
         slot.data(num_data)[:] = np.uint8(num_data % 251)
         slot.seal(ABOUT, num_data, encode_index(b"[]", b"{}", []))
         assert inspect_slot(box[0]).header == ABOUT
-        assert SealedSlot(box[0]).lengths.num_data == num_data
+        assert SealedSlot(box[0]).extents.num_data == num_data
     slot.close()
 
 

@@ -74,8 +74,8 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
                 fresh = torch.zeros_like(item.tensor)
                 recalled.read_into(item.section, item.key, item.piece, fresh)
                 assert torch.equal(fresh, was), item.key
-    kept.capture._pinner.drain()
-    assert [pinned.is_pinned for pinned in kept.capture._pins.values()] == [is_pinned] * 2
+    kept.capture._pin_thread.drain()
+    assert [pinned.is_pinned for pinned in kept.capture._pinned_slots.values()] == [is_pinned] * 2
     kept.close()
 
 
@@ -120,13 +120,13 @@ def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
     (box,) = make_boxes(place, 1)
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     kept.keeper.make_ready(kept.capture, held)
-    kept.capture._pinner.drain()
-    pins = dict(kept.capture._pins)
+    kept.capture._pin_thread.drain()
+    pins = dict(kept.capture._pinned_slots)
     assert [pinned.is_pinned for pinned in pins.values()] == [True, True]
     for step in range(3):
         kept.begin(replace(ABOUT, step=step), held, b"{}")
         kept.join()
-    assert kept.capture._pins == pins
+    assert kept.capture._pinned_slots == pins
     kept.close()
     again = PinnedMemory(next(iter(pins.values())).memory)  # CUDA refuses what is pinned already
     assert again.pin(threading.Event())

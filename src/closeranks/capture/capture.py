@@ -1,16 +1,17 @@
 """Copies a rank's state into host memory while training continues: for recovery, for a checkpoint, or for both.
 
 One background thread copies during the next forward and backward pass, which read the state but do not change it. It
-writes every entry that a target wants into that target's slot and digests it in the same pass. A copy has **landed**
-when its bytes are in host memory: ``land`` must be called before the vote of the very next step, since the optimizer
-update that follows changes the state. The rest (digesting what a device sent, sealing a slot, sending it to a writer)
-overlaps with training.
+writes every entry that a target wants into that target's slot and digests it in the same pass. A copy is **complete**
+when its bytes are in host memory: ``wait_until_copied`` must be called before the vote of the very next step, since the
+optimizer update that follows changes the state. The rest (digesting what a device sent, sealing a slot, sending it to a
+writer) overlaps with training.
 
-Tensors on an accelerator are copied on a stream of their own, directly into a slot once it is pinned (``pinning``).
+Tensors on an accelerator are copied on a stream of their own, directly into a slot once it is pinned
+(``pinned_memory``).
 
 Invariants: what forward may change is copied before ``begin`` returns; a tensor that was declared steady but changed
-before it landed fails every target, and is copied synchronously from then on; lack of memory fails only the target
-that lacks it; no failure here is raised on the training thread.
+before the copy was complete fails every target, and is copied synchronously from then on; lack of memory fails only the
+target that lacks it; no failure here is raised on the training thread.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class StateCopy:
     begun_s: float = 0.0
     """Time that the training thread spent to start the copy."""
     stall_s: float = 0.0
-    """How long training was blocked until the copy had landed."""
+    """How long training was blocked until the copy was complete."""
     send_s: float = 0.0
     """How long the device-to-host transfers took."""
     busy_s: float = 0.0
@@ -122,25 +123,26 @@ class StateCopy:
 
 
 class Capture:
-    """Call sequence, on the training thread: ``begin`` after a step, ``land`` before the next vote; ``close``."""
+    """Call sequence, on the training thread: ``begin`` after a step, ``wait_until_copied`` before the next vote;
+    ``close``."""
 
     def __init__(self, num_threads: int = 4, background: BackgroundThread | None = None) -> None:
         """``num_threads`` threads digest what comes from a device and copy it to the remaining slots."""
         self._background = background or BackgroundThread("capture")
-        self._crew = ThreadPoolExecutor(num_threads, "capture")  # starts threads only when they are needed
-        self._ferry = DeviceToHostCopier()
-        self._pinner = BackgroundThread(
+        self._pool = ThreadPoolExecutor(num_threads, "capture")  # starts threads only when they are needed
+        self._copier = DeviceToHostCopier()
+        self._pin_thread = BackgroundThread(
             "pin"
         )  # takes seconds per slot: copies into a pinned slot must not wait for another
-        self._pins: dict[SnapshotSlot, PinnedMemory] = {}
+        self._pinned_slots: dict[SnapshotSlot, PinnedMemory] = {}
         self._is_closing = threading.Event()
         self._plan, self._signature = EMPTY_PLAN, plan_signature(())
         self._tensors: Sequence[StateTensor] | None = None
         self._views: list[Tensor] = []
         self._steady: list[StateTensor] = []
-        self._hasty: dict[int, StateTensor] = {}
+        self._cloned: dict[int, StateTensor] = {}
         """Tensors that are copied synchronously in ``begin``, by index."""
-        self._restless: set[str] = set()
+        self._changed: set[str] = set()
         """Tensors declared steady that were found to change: copied synchronously from then on."""
         self._last: StateCopy | None = None
 
@@ -158,20 +160,20 @@ class Capture:
         planned = self._planned(tensors)
         numbers = sorted(set[int]().union(*(target.entries(planned) for target in targets)))
         wanted = {planned.spans[at].tensor for at in numbers}
-        clones = {n: one.tensor.detach().clone() for n, one in self._hasty.items() if n in wanted}
+        clones = {n: one.tensor.detach().clone() for n, one in self._cloned.items() if n in wanted}
         sources = list[Tensor]()
         for at in numbers:
             span = planned.spans[at]
             sources.append(span.view_of(clones[span.tensor]) if span.tensor in clones else self._views[at])
         copied = StateCopy(
-            planned, targets, numbers, sources, CopyEvents(sources), VersionCounterCheck(self._steady), self._ferry
+            planned, targets, numbers, sources, CopyEvents(sources), VersionCounterCheck(self._steady), self._copier
         )
         self._background.submit(lambda: self._run(copied))
-        self._last = copied  # only now: if the job could not be queued, land would wait forever
+        self._last = copied  # only now: if the task could not be queued, the wait would never end
         copied.begun_s = time.perf_counter() - began_at
 
     def wait_until_copied(self) -> float:
-        """Wait until the last copy has landed: from then on the state may change. Returns the seconds waited."""
+        """Wait until the last copy is complete: from then on the state may change. Returns the seconds waited."""
         if self._last is None or self._last.is_copied.is_set():
             return 0.0
         began_at = time.perf_counter()
@@ -181,7 +183,7 @@ class Capture:
 
     @property
     def stall_s(self) -> float:
-        """How long training was blocked in total for the last copy that landed."""
+        """How long training was blocked in total for the last complete copy."""
         return self._last.begun_s + self._last.stall_s if self._last is not None else 0.0
 
     def join(self) -> None:
@@ -195,9 +197,9 @@ class Capture:
         planned = self._planned(tensors)
         ready = CopyEvents(self._views)
         if ready.events:
-            self._pinner.submit(lambda: self._pin_upcoming(target, planned, ready))
+            self._pin_thread.submit(lambda: self._pin_upcoming(target, planned, ready))
         else:
-            threading.Thread(target=_touch, args=(target, planned), name="touch", daemon=True).start()
+            threading.Thread(target=_populate_slots, args=(target, planned), name="touch", daemon=True).start()
 
     def num_saved_bytes(self, tensors: Sequence[StateTensor]) -> int:
         """How many bytes of these tensors this rank writes to a checkpoint."""
@@ -211,11 +213,15 @@ class Capture:
         if now != self._signature:
             self._plan, self._signature = plan_capture(tensors), now
         whole = [one.tensor.detach() for one in tensors]
-        is_hasty = [not one.is_steady or one.key in self._restless or not one.tensor.is_contiguous() for one in tensors]
+        needs_clone = [
+            not one.is_steady or one.key in self._changed or not one.tensor.is_contiguous() for one in tensors
+        ]
         spans = self._plan.spans
-        self._views = [whole[s.tensor] if is_hasty[s.tensor] else s.view_of(whole[s.tensor]) for s in spans]
-        self._steady = [one for one, hasty in zip(tensors, is_hasty, strict=True) if not hasty]
-        self._hasty = {n: one for n, (one, hasty) in enumerate(zip(tensors, is_hasty, strict=True)) if hasty}
+        self._views = [whole[s.tensor] if needs_clone[s.tensor] else s.view_of(whole[s.tensor]) for s in spans]
+        self._steady = [one for one, is_cloned in zip(tensors, needs_clone, strict=True) if not is_cloned]
+        self._cloned = {
+            n: one for n, (one, is_cloned) in enumerate(zip(tensors, needs_clone, strict=True)) if is_cloned
+        }
         self._tensors = tensors
         return self._plan
 
@@ -225,10 +231,10 @@ class Capture:
         self._is_closing.set()
         is_idle = self._last is None or self._last.is_done.wait(timeout_s)
         self._background.close(timeout_s if is_idle else 0.0)
-        is_idle = self._pinner.close(timeout_s) and is_idle
-        self._crew.shutdown(wait=False)
-        while is_idle and self._pins:
-            self._pins.popitem()[1].release()
+        is_idle = self._pin_thread.close(timeout_s) and is_idle
+        self._pool.shutdown(wait=False)
+        while is_idle and self._pinned_slots:
+            self._pinned_slots.popitem()[1].release()
         return is_idle
 
     # The methods below run on the background thread; pinning runs on a thread of its own.
@@ -248,7 +254,7 @@ class Capture:
             copied.is_done.set()
         if copied.ready.events and not self._is_closing.is_set():
             for target in copied.targets:
-                self._pinner.submit(partial(self._pin_upcoming, target, copied.plan, copied.ready))
+                self._pin_thread.submit(partial(self._pin_upcoming, target, copied.plan, copied.ready))
 
     def _copy(self, copied: StateCopy) -> None:
         places = dict[CaptureTarget, dict[int, int]]()
@@ -265,9 +271,13 @@ class Capture:
         first = max(places, key=lambda target: len(places[target]))  # the one that takes every copied entry
         pinned = self._pinned(first.slots[0], copied.ready)
         began_at = time.perf_counter()
-        digests = self._passing(copied, places) if pinned is None else self._straight(copied, places, first, pinned)
+        digests = (
+            self._copy_through_buffer(copied, places)
+            if pinned is None
+            else self._copy_into_slot(copied, places, first, pinned)
+        )
         if changed := copied.version_check.changed():
-            self._restless.update(changed)
+            self._changed.update(changed)
             self._tensors = None
             list(digests)  # wait for the threads that still read the slots, which the next copy overwrites
             copied.pending_targets.clear()
@@ -289,46 +299,46 @@ class Capture:
         for target in targets:
             target.fail(problem, error)
 
-    def _passing(self, copied: StateCopy, places: dict[CaptureTarget, dict[int, int]]) -> Iterable[int]:
+    def _copy_through_buffer(self, copied: StateCopy, places: dict[CaptureTarget, dict[int, int]]) -> Iterable[int]:
         """Copy every entry with the CPU into every slot; returns the digests."""
         entries, numbers = copied.plan.entries, copied.numbers
         crcs = [0] * len(numbers)
         blocks = _Blocks()
 
         def copy(one: CopiedBytes) -> None:
-            targets = list(_places(places, numbers[one.number], copied.plan))
+            targets = list(_slot_ranges(places, numbers[one.number], copied.plan))
             copy_one = copy_and_digest if copied.ready.events else blocks.copy
             crcs[one.number] = copy_one(one.data, targets)
 
-        several = self._crew.map if copied.ready.events else map  # a device sends faster than one core can digest
+        several = self._pool.map if copied.ready.events else map  # a device sends faster than one core can digest
         half = len(numbers) // 2
-        for batch in self._ferry.copy_through_buffer(copied.sources, copied.ready):
+        for batch in self._copier.copy_through_buffer(copied.sources, copied.ready):
             for target, where in places.items():
                 ends = [where[n] + entries[n].num_bytes for one in batch if (n := numbers[one.number]) in where]
                 for slot in target.slots:
                     slot.populate(max(ends, default=0))
             list(several(copy, batch))
             if batch[0].number <= half <= batch[-1].number:
-                _halfway(places)
+                _report_half_copied(places)
         return crcs
 
-    def _straight(
+    def _copy_into_slot(
         self, copied: StateCopy, places: dict[CaptureTarget, dict[int, int]], first: CaptureTarget, pinned: PinnedMemory
     ) -> Iterable[int]:
         """Let the devices copy every entry into the first slot by DMA. Returns an iterator over the digests: reading it
         waits until each entry is digested and copied to the other slots."""
         numbers = copied.numbers
         for slot in (slot for target in places for slot in target.slots if slot is not first.slots[0]):
-            slot.populate_all(self._crew.map)
+            slot.populate_all(self._pool.map)
         ordered = {first: places[first], **places}
         pending: list[Future[int]] = []
         where = [(places[first][number], copied.plan.entries[number].num_bytes) for number in numbers]
-        for arrived in self._ferry.copy_into_slot(pinned, copied.sources, where):
+        for arrived in self._copier.copy_into_slot(pinned, copied.sources, where):
             for at in arrived:
-                source, *onward = _places(ordered, numbers[at], copied.plan)
-                pending.append(self._crew.submit(self._digest, copied, source, onward))
+                source, *others = _slot_ranges(ordered, numbers[at], copied.plan)
+                pending.append(self._pool.submit(self._digest, copied, source, others))
             if arrived and arrived[0] <= len(numbers) // 2 <= arrived[-1]:
-                _halfway(places)
+                _report_half_copied(places)
         return (one.result() for one in pending)
 
     def _digest(self, copied: StateCopy, source: ByteArray, targets: Sequence[ByteArray]) -> int:
@@ -343,12 +353,12 @@ class Capture:
         if not ready.events:
             return None
         with slot.lock:
-            known = self._pins.get(slot)
+            known = self._pinned_slots.get(slot)
             if known is None or known.memory is not slot.bytes:
                 if known is not None:
                     known.release()
-                known = self._pins[slot] = PinnedMemory(slot.bytes)
-                slot.populate_all(self._crew.map)
+                known = self._pinned_slots[slot] = PinnedMemory(slot.bytes)
+                slot.populate_all(self._pool.map)
                 with ready.device_guard():
                     known.pin(self._is_closing)
         return known if known.is_pinned else None
@@ -361,7 +371,7 @@ class Capture:
                     self._pinned(slot, ready)
 
 
-def _places(places: dict[CaptureTarget, dict[int, int]], number: int, plan: CapturePlan) -> Iterator[ByteArray]:
+def _slot_ranges(places: dict[CaptureTarget, dict[int, int]], number: int, plan: CapturePlan) -> Iterator[ByteArray]:
     """The memory for an entry in every slot that takes it."""
     for target, where in places.items():
         if number in where:
@@ -370,12 +380,12 @@ def _places(places: dict[CaptureTarget, dict[int, int]], number: int, plan: Capt
                 yield slot.bytes[begin : begin + plan.entries[number].num_bytes]
 
 
-def _halfway(targets: Iterable[CaptureTarget]) -> None:
+def _report_half_copied(targets: Iterable[CaptureTarget]) -> None:
     for target in targets:
         target.on_half_copied()
 
 
-def _touch(target: CaptureTarget, plan: CapturePlan) -> None:
+def _populate_slots(target: CaptureTarget, plan: CapturePlan) -> None:
     """Allocate the memory of slots at the lowest CPU priority. Lack of memory is reported by the first copy."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # affects this thread only
     with suppress(OSError):

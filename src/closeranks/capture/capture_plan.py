@@ -81,13 +81,13 @@ def plan_capture(tensors: Sequence[StateTensor]) -> CapturePlan:
         if tuple(tensor.shape) != one.piece.local_shape:
             raise ValueError(f"{one.section}/{one.key} is {tuple(tensor.shape)}, not {one.piece.local_shape}")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        for share in chunk_ranges(HeldPiece(one.section, one.piece, item, one.holder, one.num_holders)):
-            piece, num_bytes = share.piece, (share.last - share.first) * item
+        for chunk_range in chunk_ranges(HeldPiece(one.section, one.piece, item, one.holder, one.num_holders)):
+            piece, num_bytes = chunk_range.piece, (chunk_range.last - chunk_range.first) * item
             where = (piece.shape, piece.start, piece.size, piece.flat)
-            if one.is_saved_here and share.is_saved_here:
+            if one.is_saved_here and chunk_range.is_saved_here:
                 saved.append(len(entries))
             entries.append(SlotEntry(one.section, one.key, *where, dtype, offset, num_bytes))
-            spans.append(TensorRange(number, share.first, share.last))
+            spans.append(TensorRange(number, chunk_range.first, chunk_range.last))
             offset += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     saved.sort(key=lambda number: -tensors[spans[number].tensor].tensor.element_size())
     packed, offset = [], 0
@@ -135,8 +135,8 @@ class VersionCounterCheck:
 
     def __init__(self, tensors: Iterable[StateTensor]) -> None:
         # Inference tensors have no version counter.
-        self._marks = [(one, one.tensor._version) for one in tensors if not one.tensor.is_inference()]
+        self._versions = [(one, one.tensor._version) for one in tensors if not one.tensor.is_inference()]
 
     def changed(self) -> list[str]:
         """Keys of the tensors changed since construction."""
-        return [one.key for one, version in self._marks if one.tensor._version != version]
+        return [one.key for one, version in self._versions if one.tensor._version != version]

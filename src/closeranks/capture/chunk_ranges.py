@@ -50,33 +50,33 @@ class ChunkRange:
     """Whether this holder writes it."""
 
 
-def chunk_ranges(holding: HeldPiece) -> Iterator[ChunkRange]:
+def chunk_ranges(held: HeldPiece) -> Iterator[ChunkRange]:
     """All ranges of the piece in memory order; for an empty piece, one empty range."""
-    numel, first_holder = holding.piece.numel, _first_holder(holding)
+    numel, first_holder = held.piece.numel, _first_holder(held)
     if numel == 0:
         # A tensor without elements is still written, so that its name is recorded; an empty piece of a non-empty tensor
         # is not.
-        is_named = prod(holding.piece.shape) == 0
-        yield ChunkRange(0, 0, holding.piece, is_saved_here=is_named and holding.holder == first_holder)
+        is_named = prod(held.piece.shape) == 0
+        yield ChunkRange(0, 0, held.piece, is_saved_here=is_named and held.holder == first_holder)
         return
-    num_parts = max(1, min(holding.num_holders, holding.num_bytes // WHOLE_BYTES))
+    num_parts = max(1, min(held.num_holders, held.num_bytes // WHOLE_BYTES))
     for part in range(num_parts):
         first, last = (numel * number // num_parts for number in (part, part + 1))
-        is_ours = (part + first_holder) % holding.num_holders == holding.holder
-        for start, stop in _cuts(first, last, max(1, CHUNK_BYTES // holding.item_bytes)):
-            yield ChunkRange(start, stop, _part_of(holding.piece, start, stop), is_ours)
+        is_saved_here = (part + first_holder) % held.num_holders == held.holder
+        for start, stop in _cuts(first, last, max(1, CHUNK_BYTES // held.item_bytes)):
+            yield ChunkRange(start, stop, _part_of(held.piece, start, stop), is_saved_here)
 
 
-def own_chunk_ranges(holding: HeldPiece) -> tuple[ChunkRange, ...]:
+def own_chunk_ranges(held: HeldPiece) -> tuple[ChunkRange, ...]:
     """The ranges that this holder writes, in memory order."""
-    return tuple(share for share in chunk_ranges(holding) if share.is_saved_here)
+    return tuple(chunk_range for chunk_range in chunk_ranges(held) if chunk_range.is_saved_here)
 
 
-def _first_holder(holding: HeldPiece) -> int:
+def _first_holder(held: HeldPiece) -> int:
     """Chosen by a hash of the piece's identity; Python's ``hash`` would differ between processes."""
-    piece = holding.piece
-    identity = repr((holding.section, piece.name, piece.shape, piece.start, piece.size, piece.flat))
-    return crc32(identity.encode()) % holding.num_holders
+    piece = held.piece
+    identity = repr((held.section, piece.name, piece.shape, piece.start, piece.size, piece.flat))
+    return crc32(identity.encode()) % held.num_holders
 
 
 def _cuts(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:

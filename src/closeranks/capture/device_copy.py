@@ -2,8 +2,8 @@
 
 Copies run on a stream of their own, which starts when the state is complete on the training stream. They go directly
 into a pinned slot or, where slots cannot be pinned, through a double-buffered pinned staging area: while a device fills
-one half, the other half is digested and copied into slots. Invariants: the training thread only waits for a copy to
-land and, where it must, to be sealed; no part of the state is overwritten before it has arrived. Tensors on the CPU
+one half, the other half is digested and copied into slots. Invariants: the training thread only waits until a copy
+is complete and, where it must, sealed; no part of the state is overwritten before it has arrived. Tensors on the CPU
 need none of this.
 """
 
@@ -23,7 +23,7 @@ from closeranks.capture.pinned_memory import PinnedMemory
 from closeranks.capture.slots import DATA_AT, ByteArray
 
 HALF_BYTES = 64 << 20
-_FLIGHT_BYTES = 256 << 20
+_BATCH_BYTES = 256 << 20
 """Bytes copied directly into a slot between two events: what has arrived is digested while the rest is in transit."""
 
 
@@ -91,23 +91,24 @@ class DeviceToHostCopier:
     def copy_into_slot(
         self, pinned: PinnedMemory, sources: Sequence[Tensor], places: Sequence[tuple[int, int]]
     ) -> Iterator[list[int]]:
-        """Copy directly into a slot, after ``reach``; yields the indices of the sources that have arrived. All copies
-        are queued before the first yield. ``places``: offset in the slot's data and length of each."""
-        flights: list[tuple[list[int], list[torch.cuda.Event]]] = []
-        flight, num_bytes, devices = list[int](), 0, {source.device for source in sources if source.is_cuda}
+        """Copy directly into a slot, after ``CopyEvents.synchronize``; yields the indices of the sources that have
+        arrived. All copies are queued before the first yield. ``places``: offset in the slot's data and length of
+        each."""
+        batches: list[tuple[list[int], list[torch.cuda.Event]]] = []
+        batch, num_bytes, devices = list[int](), 0, {source.device for source in sources if source.is_cuda}
         for number, (source, place) in enumerate(zip(sources, places, strict=True)):
-            self._send_in(pinned, source, *place)
-            flight.append(number)
+            self._copy_to_slot(pinned, source, *place)
+            batch.append(number)
             num_bytes += place[1]
-            if num_bytes >= _FLIGHT_BYTES or number == len(places) - 1:
-                flights.append((flight, [self._marked(device) for device in devices]))
-                flight, num_bytes = [], 0
-        for numbers, events in flights:
+            if num_bytes >= _BATCH_BYTES or number == len(places) - 1:
+                batches.append((batch, [self._marked(device) for device in devices]))
+                batch, num_bytes = [], 0
+        for numbers, events in batches:
             for event in events:
                 event.synchronize()
             yield numbers
 
-    def _send_in(self, pinned: PinnedMemory, source: Tensor, offset: int, num_bytes: int) -> None:
+    def _copy_to_slot(self, pinned: PinnedMemory, source: Tensor, offset: int, num_bytes: int) -> None:
         begin = DATA_AT + offset
         if not source.is_cuda:
             np.copyto(pinned.memory[begin : begin + num_bytes], tensor_bytes(source))
@@ -119,38 +120,39 @@ class DeviceToHostCopier:
                 place.copy_(data[start - begin : stop - begin], non_blocking=True)
 
     def copy_through_buffer(self, sources: Sequence[Tensor], ready: CopyEvents) -> Iterator[list[CopiedBytes]]:
-        """Copy in batches, after ``reach``; no source on a device may have more than ``HALF_BYTES``."""
+        """Copy in batches, after ``CopyEvents.synchronize``; no source on a device may have more than
+        ``HALF_BYTES``."""
         if not ready.events:
             yield from ([CopiedBytes(number, tensor_bytes(source))] for number, source in enumerate(sources))
             return
         if not self._halves:
             self._halves = [torch.empty(HALF_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         before: tuple[list[CopiedBytes], list[torch.cuda.Event]] | None = None
-        for turn, numbers in enumerate(_batches(sources)):
-            sent = self._send_off(sources, numbers, self._halves[turn % 2])
+        for batch_number, numbers in enumerate(_batches(sources)):
+            sent = self._copy_to_half(sources, numbers, self._halves[batch_number % 2])
             if before is not None:
-                yield _arrived(*before)
+                yield _when_copied(*before)
             before = sent
         if before is not None:
-            yield _arrived(*before)
+            yield _when_copied(*before)
 
-    def _send_off(
+    def _copy_to_half(
         self, sources: Sequence[Tensor], numbers: Sequence[int], half: Tensor
     ) -> tuple[list[CopiedBytes], list[torch.cuda.Event]]:
-        landed, devices, at = [], set(), 0
+        copied, devices, at = [], set(), 0
         for number in numbers:
             source = sources[number]
             if not source.is_cuda:
-                landed.append(CopiedBytes(number, tensor_bytes(source)))
+                copied.append(CopiedBytes(number, tensor_bytes(source)))
                 continue
             devices.add(source.device)
             num_bytes = source.numel() * source.element_size()
             target = half[at : at + num_bytes]
             with torch.cuda.stream(self._stream(source.device)):
                 target.copy_(source.contiguous().view(-1).view(torch.uint8), non_blocking=True)
-            landed.append(CopiedBytes(number, tensor_bytes(target)))
+            copied.append(CopiedBytes(number, tensor_bytes(target)))
             at += -(-num_bytes // 16) * 16
-        return landed, [self._marked(device) for device in devices]
+        return copied, [self._marked(device) for device in devices]
 
     def _marked(self, device: torch.device) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)
@@ -163,10 +165,10 @@ class DeviceToHostCopier:
         return self._streams[device]
 
 
-def _arrived(landed: list[CopiedBytes], events: Sequence[torch.cuda.Event]) -> list[CopiedBytes]:
+def _when_copied(copied: list[CopiedBytes], events: Sequence[torch.cuda.Event]) -> list[CopiedBytes]:
     for event in events:
         event.synchronize()
-    return landed
+    return copied
 
 
 def _batches(sources: Sequence[Tensor]) -> Iterator[list[int]]:

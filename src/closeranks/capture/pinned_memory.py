@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedMemory:
-    """Memory of one slot. Call sequence: ``pin``, then ``cuts`` if it succeeded; ``release`` before it is unmapped."""
+    """Memory of one slot. Call sequence: ``pin``, then ``copy_ranges`` if it succeeded; ``release`` before it is
+    unmapped."""
 
     def __init__(self, memory: ByteArray) -> None:
         self.memory = memory

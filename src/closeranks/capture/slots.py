@@ -12,7 +12,7 @@ died at remains in the shared memory: a valid header implies that everything wri
 that dies earlier leaves a slot marked as torn, and the other slot of the pair untouched.
 
 Invariants: a slot with flipped bits, a truncated file or a foreign file is never accepted as a copy: header and index
-are checked by ``inspect``, each tensor's bytes when they are read. A file only grows, and its memory is allocated
+are checked by ``inspect_slot``, each tensor's bytes when they are read. A file only grows, and its memory is allocated
 before anything is written: if there is none, ``reserve`` raises, so that no process is killed by a page fault that
 cannot be served. Imports no torch.
 """
@@ -150,7 +150,7 @@ class SnapshotSlot:
         """The whole file. A slice of it keeps the mapping alive."""
         self.lock = threading.Lock()
         """Held while memory is reserved or pinned."""
-        self._num_touched = 0
+        self._num_populated = 0
 
     def reserve(self, num_data: int, num_index: int) -> None:
         """Make room for this many bytes and allocate the memory; ``OSError`` if there is none. Does not change whether
@@ -165,7 +165,7 @@ class SnapshotSlot:
             if len(self.bytes) < wanted:
                 self._memory = exclude_from_fork(mmap.mmap(self.fd, size))
                 self.bytes = np.frombuffer(self._memory, np.uint8)
-                self._num_touched = 0
+                self._num_populated = 0
 
     def data(self, num_data: int) -> ByteArray:
         return self.bytes[DATA_AT : DATA_AT + num_data]
@@ -173,7 +173,7 @@ class SnapshotSlot:
     def populate(self, end: int) -> None:
         """Map the pages up to byte ``end`` of the data in bulk: with one page fault each, a first copy would take four
         times as long. Runs without the GIL; a kernel without ``MADV_POPULATE_WRITE`` falls back to the page faults."""
-        self._num_touched = _populate(self.bytes, self._num_touched, DATA_AT + end, _POPULATE_WRITE)
+        self._num_populated = _populate(self.bytes, self._num_populated, DATA_AT + end, _POPULATE_WRITE)
 
     def populate_all(self, several: Callable[[Callable[[int], int], Iterable[int]], Iterable[int]]) -> None:
         """The same for the whole slot, with several threads (``Executor.map``): one core limits how fast the kernel
@@ -182,20 +182,20 @@ class SnapshotSlot:
         def portion(start: int) -> int:
             return _populate(self.bytes, start, start + _PORTION_BYTES, _POPULATE_WRITE)
 
-        portions = several(portion, range(self._num_touched, len(self.bytes), _PORTION_BYTES))
-        self._num_touched = max(portions, default=self._num_touched)
+        portions = several(portion, range(self._num_populated, len(self.bytes), _PORTION_BYTES))
+        self._num_populated = max(portions, default=self._num_populated)
 
     def invalidate(self) -> None:
         if len(self.bytes):
             self._writable()[:8] = _WRITING
 
-    def seal(self, about: SlotHeader, num_data: int, index: bytes) -> None:
+    def seal(self, header: SlotHeader, num_data: int, index: bytes) -> None:
         """Write index and header; the data must be complete. The slot is valid from the last statement on."""
         failpoint(AFTER_DATA)
         memory, at = self._writable(), _index_at(num_data)
         memory[at : at + len(index)] = index
         failpoint(AFTER_INDEX)
-        memory[8:HEADER_BYTES] = encode_header(about, num_data, index)[8:]
+        memory[8:HEADER_BYTES] = encode_header(header, num_data, index)[8:]
         failpoint(BEFORE_HEADER)
         memory[:8] = _MAGIC
         failpoint(AFTER_HEADER)
@@ -216,21 +216,21 @@ class SnapshotSlot:
         return self._memory
 
 
-def encode_header(about: SlotHeader, num_data: int, index: bytes) -> bytes:
+def encode_header(header: SlotHeader, num_data: int, index: bytes) -> bytes:
     """A complete, valid header."""
     body = _BODY.pack(
-        about.run,
-        about.generation,
-        about.step,
+        header.run,
+        header.generation,
+        header.step,
         num_data,
-        about.rank,
-        about.num_images,
+        header.rank,
+        header.num_images,
         _index_at(num_data),
         len(index),
         crc32c(index),
         0,
-        about.image.encode(),
-        about.layout.encode(),
+        header.image.encode(),
+        header.layout.encode(),
     )
     plain = (_MAGIC + body).ljust(HEADER_BYTES - _CRC.size, b"\0")
     return plain + _CRC.pack(crc32c(plain))
@@ -263,8 +263,10 @@ def decode_header(header: bytes) -> tuple[SlotHeader, SlotExtents] | str:
     run, generation, step, num_data, rank, num_images, at, num_index, crc, _, image, layout = _BODY.unpack_from(
         header, 8
     )
-    name, spread = (text.rstrip(b"\0").decode(errors="replace") for text in (image, layout))
-    return SlotHeader(generation, step, name, num_images, spread, rank, run), SlotExtents(num_data, at, num_index, crc)
+    name, layout_name = (text.rstrip(b"\0").decode(errors="replace") for text in (image, layout))
+    return SlotHeader(generation, step, name, num_images, layout_name, rank, run), SlotExtents(
+        num_data, at, num_index, crc
+    )
 
 
 class SealedSlot:
@@ -279,27 +281,27 @@ class SealedSlot:
             decoded = decode_header(header)
             if isinstance(decoded, str):
                 raise SlotError(decoded)
-            self.about, self.lengths = decoded
-            end = self.lengths.index_at + self.lengths.num_index
-            if end > size or DATA_AT + self.lengths.num_data > self.lengths.index_at:
+            self.header, self.extents = decoded
+            end = self.extents.index_at + self.extents.num_index
+            if end > size or DATA_AT + self.extents.num_data > self.extents.index_at:
                 raise SlotError(f"truncated: {size} bytes, but its header says {end}")
             # Private, so that the mapping is writable, as torch requires of memory it wraps; it is never written to.
             self._memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
         finally:
             os.close(fd)
         self.bytes: ByteArray = np.frombuffer(self._memory, np.uint8)
-        self._index_bytes = self._memory[self.lengths.index_at : end]
-        if crc32c(self._index_bytes) != self.lengths.index_crc:
+        self._index_bytes = self._memory[self.extents.index_at : end]
+        if crc32c(self._index_bytes) != self.extents.index_crc:
             raise SlotError("damaged: its index does not match its checksum")
         self._index: SlotIndex | None = None
-        self._num_touched = 0
+        self._num_populated = 0
 
     @property
     def index(self) -> SlotIndex:
         if self._index is None:
             try:
                 self._index = decode_index(self._index_bytes)
-                _check_index(self._index, self.lengths.num_data)
+                _check_index(self._index, self.extents.num_data)
             except (ValueError, TypeError, struct.error, RecursionError, OverflowError) as error:
                 raise SlotError("damaged: its index is inconsistent") from error
         return self._index
@@ -307,8 +309,8 @@ class SealedSlot:
     def data(self, entry: SlotEntry) -> ByteArray:
         """The bytes of an entry, not checked against their digest."""
         begin = DATA_AT + entry.offset
-        if begin >= self._num_touched - _SLICE_BYTES:
-            self._num_touched = _populate(self.bytes, self._num_touched, begin + entry.num_bytes, _POPULATE_READ)
+        if begin >= self._num_populated - _SLICE_BYTES:
+            self._num_populated = _populate(self.bytes, self._num_populated, begin + entry.num_bytes, _POPULATE_READ)
         return self.bytes[begin : begin + entry.num_bytes]
 
     def read(self, entry: SlotEntry, place: ByteArray) -> None:
@@ -358,16 +360,16 @@ class SlotError(Exception):
 def inspect_slot(path: str) -> SlotInspection:
     """Whether a file holds a copy, judging by header and index. Reads no tensor data."""
     try:
-        return SlotInspection(SealedSlot(path).about)
+        return SlotInspection(SealedSlot(path).header)
     except SlotError as error:
         return SlotInspection(None, str(error))
     except OSError as error:
         return SlotInspection(None, f"damaged: it cannot be read ({error.strerror})")
 
 
-def received_problem(file: ByteArray, lengths: SlotExtents, index: bytes) -> str:
+def received_problem(file: ByteArray, extents: SlotExtents, index: bytes) -> str:
     """What is wrong with an index or the data it describes, checked before sealing; empty if all is right."""
-    if crc32c(index) != lengths.index_crc:
+    if crc32c(index) != extents.index_crc:
         return "arrived with a different index"
     decoded = decode_index(index)
     for entry, crc in zip(decoded.entries, decoded.crcs, strict=True):
@@ -379,9 +381,9 @@ def received_problem(file: ByteArray, lengths: SlotExtents, index: bytes) -> str
 
 def damage_message(sealed: SealedSlot, entry: SlotEntry) -> str:
     """The message for a copy whose bytes changed in memory."""
-    about = sealed.about
+    header = sealed.header
     return (
-        f"the copy of {about.image} at step {about.step} is damaged: the bytes of {entry.section}/{entry.key} changed"
+        f"the copy of {header.image} at step {header.step} is damaged: the bytes of {entry.section}/{entry.key} changed"
     )
 
 

@@ -1,7 +1,7 @@
 """A rank's state as a list of tensors: which piece of which global tensor each one is, and how many ranks hold it.
 
-Checkpoints and in-memory snapshots are both made from this list. Invariant: the tensors that are ``is_ours``, over all
-ranks, cover every global tensor, so that nothing has to be gathered and any layout can read what another one wrote.
+Checkpoints and in-memory snapshots are both made from this list. Invariant: the tensors with ``is_saved_here``, over
+all ranks, cover every global tensor, so that nothing has to be gathered and any layout can read what another one wrote.
 """
 
 from __future__ import annotations

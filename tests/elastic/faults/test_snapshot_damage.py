@@ -144,9 +144,9 @@ def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
         injector(Shown([Seen(0, process.pid)], snapshot_paths=[box]))
         assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect_slot(path).reason]
-    newest = max(sound, key=lambda path: SealedSlot(path).about.step)
+    newest = max(sound, key=lambda path: SealedSlot(path).header.step)
     assert [bool(changed(path)) for path in sound] == [path == newest for path in sound]
-    assert f"of the snapshot of step {SealedSlot(newest).about.step}" in injector.injections[0].note
+    assert f"of the snapshot of step {SealedSlot(newest).header.step}" in injector.injections[0].note
 
 
 def test_a_worker_without_boxes_cannot_be_struck_there() -> None:

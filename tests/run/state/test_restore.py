@@ -119,7 +119,7 @@ def flip(path: str) -> None:
 def flip_newest(case: Case, box: int, pair: str) -> None:
     """In the newer slot of a box."""
     found = [path for path in files(case, 0) if f"box-{box}-{pair}" in path and inspect_slot(path).header]
-    flip(max(found, key=lambda path: SealedSlot(path).about.step))
+    flip(max(found, key=lambda path: SealedSlot(path).header.step))
 
 
 @pytest.mark.parametrize(("layout", "pairs", "step", "source"), [

@@ -44,9 +44,11 @@ def newest_sealed(paths: Sequence[str]) -> DamageTarget | None:
             continue
     if not found:
         return None
-    newest = max(found, key=lambda sealed: sealed.about.key)
+    newest = max(found, key=lambda sealed: sealed.header.key)
     entries = [entry for entry in newest.index.entries if entry.num_bytes]
-    return DamageTarget(newest.path, newest.about.step, tuple((DATA_AT + one.offset, one.num_bytes) for one in entries))
+    return DamageTarget(
+        newest.path, newest.header.step, tuple((DATA_AT + one.offset, one.num_bytes) for one in entries)
+    )
 
 
 def flip_bit(copy: DamageTarget, rng: random.Random) -> int:
