@@ -33,7 +33,7 @@ def two_rounds() -> list[dict[str, Any]]:
     home = groups.replica_group
     assert (home.number, home.world.size, home.across_groups.size) == (rank // 2, 2, 2)
     vote = LocalSgdVote(
-        home.world, groups.world, ("hits",), clip=0.0, num_replica_groups=2, speaks=home.world.rank == 0
+        home.world, groups.world, ("hits",), clip=0.0, num_replica_groups=2, contributes=home.world.rank == 0
     )
     told: list[dict[str, Any]] = []
     verdicts = []
@@ -74,7 +74,7 @@ def with_idle_replica() -> list[Any]:
     rank = dist.get_rank()
     groups = open_mesh_groups(RankGroup(rank, 2), Layout(data=2), torch.device("cpu"), 30.0, num_replica_groups=2)
     home = groups.replica_group
-    vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_replica_groups=2, speaks=True)
+    vote = LocalSgdVote(home.world, groups.world, (), clip=0.0, num_replica_groups=2, contributes=True)
     nothing = (number(0.0), number(0.0), number(0.0))
     something = (number(3.0), number(2.0), number(16.0))
     verdicts = [

@@ -21,8 +21,8 @@ def images_of(mesh: Mesh, *, are_own: bool = False) -> tuple[str, ...]:
 
 
 def _image(mesh: Mesh, at: MeshCoordinate, is_own: bool) -> str:
-    home = f"h{mesh.replica_group(at)}-" if mesh.num_replica_groups > 1 else ""
-    return f"{home}{f'r{at.replica}-' if is_own else ''}p{at.pipeline}-s{at.shard}-t{at.tensor}"
+    group = f"h{mesh.replica_group(at)}-" if mesh.num_replica_groups > 1 else ""
+    return f"{group}{f'r{at.replica}-' if is_own else ''}p{at.pipeline}-s{at.shard}-t{at.tensor}"
 
 
 def layout_digest(layout: Layout) -> str:
@@ -50,7 +50,7 @@ def backup_ranks(hosts: Sequence[int], images: Sequence[str]) -> tuple[int | Non
     matching = _Matching()
     matching.extend(writers, lambda rank: (other for other in walks[rank] if hosts[other] != hosts[rank]))
     matching.extend(writers, lambda rank: (other for other in walks[rank] if other != rank))
-    found = {writer: keeper for keeper, writer in matching.writer_of.items()}
+    found = {writer: backup for backup, writer in matching.writer_of.items()}
     return tuple(found.get(rank) for rank in range(len(hosts)))
 
 
@@ -59,9 +59,9 @@ def survives_host_loss(hosts: Sequence[int], images: Sequence[str], kept_by: Seq
     held: dict[str, set[int]] = {}
     for rank, image in enumerate(images):
         held.setdefault(image, set()).add(hosts[rank])
-        keeper = kept_by[rank]
-        if keeper is not None:
-            held[image].add(hosts[keeper])
+        backup = kept_by[rank]
+        if backup is not None:
+            held[image].add(hosts[backup])
     return len(set(hosts)) == 1 or all(len(places) > 1 for places in held.values())
 
 
@@ -78,12 +78,12 @@ class _Matching:
                 self._place(writer, candidates, set())
 
     def _place(self, writer: int, candidates: Callable[[int], Iterable[int]], tried: set[int]) -> bool:
-        for keeper in candidates(writer):
-            if keeper in tried:
+        for backup in candidates(writer):
+            if backup in tried:
                 continue
-            tried.add(keeper)
-            before = self.writer_of.get(keeper)
+            tried.add(backup)
+            before = self.writer_of.get(backup)
             if before is None or self._place(before, candidates, tried):
-                self.writer_of[keeper] = writer
+                self.writer_of[backup] = writer
                 return True
         return False

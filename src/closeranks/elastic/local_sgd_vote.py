@@ -1,10 +1,10 @@
 """The vote under Local SGD and DiLoCo, where replicas synchronize only at an outer step.
 
-[Note: votes apart] Between two outer steps a replica votes among its own ranks: whether *it* takes the step, and the
-gradient factor, follow from its own sums, without communication with other replicas. The result of each step is kept
-as one row. At the outer step a single all-reduce over all ranks sums the rows of the synchronization interval; only
-then can every rank read the result of these steps over all replicas and the requests made in any of them, and act on
-them, all at the same step.
+[Note: local SGD votes] Between two outer steps a replica votes among its own ranks: whether *it* takes the step, and
+the gradient factor, follow from its own sums, without communication with other replicas. The result of each step is
+kept as one row. At the outer step a single all-reduce over all ranks sums the rows of the synchronization interval;
+only then can every rank read the result of these steps over all replicas and the requests made in any of them, and act
+on them, all at the same step.
 
 Invariants: the only collective across replicas is the one that closes a synchronization interval; every rank reads the
 same bits for every step, so all ranks act on a request together, and only at outer steps.
@@ -29,7 +29,7 @@ class LocalSgdVerdict(Verdict):
         super().__init__(sums, settled, names, extra)
         self.is_closed = False
         self.row = torch.cat([sums, _of_idle(sums, settled)])
-        self._told: Verdict | None = None
+        self._verdict: Verdict | None = None
 
     def close_round(self, row: Tensor, num_replica_groups: int) -> None:
         """``row``: summed over the replicas. A step counts as taken if every replica with usable samples took it; its
@@ -37,13 +37,18 @@ class LocalSgdVerdict(Verdict):
         sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
         taken, factor, norm, loss_scale = settled
         is_taken = (taken >= num_replica_groups) & (num_busy > 0)
-        told = [is_taken.to(row.dtype), factor / num_replica_groups, norm / num_busy, loss_scale / num_replica_groups]
+        derived = [
+            is_taken.to(row.dtype),
+            factor / num_replica_groups,
+            norm / num_busy,
+            loss_scale / num_replica_groups,
+        ]
         self.is_closed = True
-        self._told = Verdict(sums, torch.stack(told), self._names, self._sizes)
+        self._verdict = Verdict(sums, torch.stack(derived), self._names, self._sizes)
 
     def read(self) -> StepOutcome:
-        assert self._told is not None, "a step is read when its round is closed"
-        return self._told.read()
+        assert self._verdict is not None, "a step is read when its round is closed"
+        return self._verdict.read()
 
 
 def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
@@ -55,21 +60,22 @@ def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
 
 
 class LocalSgdVote(Vote):
-    """``home``: the ranks of this replica; ``world``: all ranks; ``num_replica_groups``: the number of replicas under
-    Local SGD or DiLoCo. ``speaks`` is true on one rank of each replica, which contributes the replica's rows."""
+    """``replica``: the ranks of this replica; ``world``: all ranks; ``num_replica_groups``: the number of replicas
+    under Local SGD or DiLoCo. ``contributes`` is true on one rank of each replica, which contributes the replica's
+    rows."""
 
     def __init__(
         self,
-        home: ReduceGroup,
+        replica: ReduceGroup,
         world: ReduceGroup,
         metrics: Sequence[str],
         *,
         clip: float,
         num_replica_groups: int,
-        speaks: bool,
+        contributes: bool,
     ) -> None:
-        super().__init__(home, metrics, clip=clip)
-        self._world, self._num_replica_groups, self._speaks = world, num_replica_groups, speaks
+        super().__init__(replica, metrics, clip=clip)
+        self._world, self._num_replica_groups, self._contributes = world, num_replica_groups, contributes
         self._round: list[LocalSgdVerdict] = []
 
     def cast(self, ballot: Ballot, loss_scale: Tensor, *, is_sync_step: bool = True) -> Verdict:
@@ -84,6 +90,6 @@ class LocalSgdVote(Vote):
         """All-reduce one matrix for the synchronization interval: one row per step, the same number on all ranks."""
         closing, self._round = self._round, []
         rows = torch.stack([verdict.row for verdict in closing])
-        told = self._world.sum(rows if self._speaks else torch.zeros_like(rows))
-        for verdict, row in zip(closing, told, strict=True):
+        summed = self._world.sum(rows if self._contributes else torch.zeros_like(rows))
+        for verdict, row in zip(closing, summed, strict=True):
             verdict.close_round(row, self._num_replica_groups)

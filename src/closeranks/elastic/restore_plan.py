@@ -18,7 +18,7 @@ PEER_FILES = (2, 3)
 """The slots of a worker's snapshot memory: two for its own image, two for the image of a peer."""
 
 StateKey = tuple[int, int, int]
-"""``About.key``: run, step, generation."""
+"""``SlotHeader.key``: run, step, generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def complete_states(copies: Iterable[SnapshotCopy], run: int) -> list[StateKey]:
 
 
 def plan_restore(
-    copies: Sequence[SnapshotCopy], seats: Sequence[RankPlacement], layout: str, run: int = 0
+    copies: Sequence[SnapshotCopy], placements: Sequence[RankPlacement], layout: str, run: int = 0
 ) -> RestorePlan | None:
     """None if no state is complete."""
     states = complete_states(copies, run)
@@ -104,35 +104,40 @@ def plan_restore(
     found.sort(key=lambda copy: not copy.location.is_own)  # a worker's own copy before a peer's
     is_same = all(copy.about.layout == layout for copy in found)
     names = sorted({copy.about.image for copy in found})
-    is_same = is_same and {seat.image for seat in seats} == set(names)
-    reads = tuple(_reads(rank, seat, [seat.image] if is_same else names, found) for rank, seat in enumerate(seats))
-    return RestorePlan(states[0], reads, tuple(_fetches(reads, seats)), is_same)
+    is_same = is_same and {placement.image for placement in placements} == set(names)
+    reads = tuple(
+        _reads(rank, placement, [placement.image] if is_same else names, found)
+        for rank, placement in enumerate(placements)
+    )
+    return RestorePlan(states[0], reads, tuple(_fetches(reads, placements)), is_same)
 
 
 def _reads(
-    rank: int, seat: RankPlacement, names: Iterable[str], found: Sequence[SnapshotCopy]
+    rank: int, placement: RankPlacement, names: Iterable[str], found: Sequence[SnapshotCopy]
 ) -> dict[str, SnapshotCopy]:
     """The nearest copy of each image: in this worker's own slots, then written by the same rank, then any on this host,
     then any."""
 
     def distance(copy: SnapshotCopy) -> tuple[bool, bool, bool, bool]:
-        place = copy.location
-        is_here = place.host == seat.host
-        is_mine = is_here and place.local_index == seat.local_index and place.is_own
-        return not is_here, not is_mine, copy.about.rank != rank, not place.is_own
+        location = copy.location
+        is_here = location.host == placement.host
+        is_mine = is_here and location.local_index == placement.local_index and location.is_own
+        return not is_here, not is_mine, copy.about.rank != rank, not location.is_own
 
     return {name: min((copy for copy in found if copy.about.image == name), key=distance) for name in names}
 
 
-def _fetches(reads: Sequence[Mapping[str, SnapshotCopy]], seats: Sequence[RankPlacement]) -> Iterable[SnapshotFetch]:
+def _fetches(
+    reads: Sequence[Mapping[str, SnapshotCopy]], placements: Sequence[RankPlacement]
+) -> Iterable[SnapshotFetch]:
     """One fetch for each host and image that it lacks, balanced over the ranks of both hosts."""
     by_host: dict[int, list[int]] = {}
-    for rank, seat in enumerate(seats):
-        by_host.setdefault(seat.host, []).append(rank)
+    for rank, placement in enumerate(placements):
+        by_host.setdefault(placement.host, []).append(rank)
     known: set[tuple[int, str]] = set()
-    num_jobs = [0] * len(seats)
+    num_jobs = [0] * len(placements)
     for rank, wanted in enumerate(reads):
-        host = seats[rank].host
+        host = placements[rank].host
         for name, copy in wanted.items():
             if copy.location.host == host or (host, name) in known:
                 continue
@@ -146,32 +151,38 @@ def _fetches(reads: Sequence[Mapping[str, SnapshotCopy]], seats: Sequence[RankPl
 
 
 def is_in_place(
-    choice: RestorePlan, copies: Sequence[SnapshotCopy], seats: Sequence[RankPlacement], kept_by: Sequence[int | None]
+    plan: RestorePlan,
+    copies: Sequence[SnapshotCopy],
+    placements: Sequence[RankPlacement],
+    kept_by: Sequence[int | None],
 ) -> bool:
     """Whether every rank and every peer already holds the chosen state in the slots where it would be written, so that
     no snapshot is needed before the first step."""
     held = {
         (c.location.host, c.location.local_index, c.location.is_own, c.about.image)
         for c in copies
-        if c.about.key == choice.state
+        if c.about.key == plan.state
     }
-    for rank, seat in enumerate(seats):
-        if (seat.host, seat.local_index, True, seat.image) not in held:
+    for rank, placement in enumerate(placements):
+        if (placement.host, placement.local_index, True, placement.image) not in held:
             return False
         number = kept_by[rank]
-        if number is not None and (seats[number].host, seats[number].local_index, False, seat.image) not in held:
+        if (
+            number is not None
+            and (placements[number].host, placements[number].local_index, False, placement.image) not in held
+        ):
             return False
-    return choice.is_same_layout
+    return plan.is_same_layout
 
 
 def slot_to_overwrite(
-    copies: Iterable[SnapshotCopy], state: StateKey | None, seat: RankPlacement, files: tuple[int, int]
+    copies: Iterable[SnapshotCopy], state: StateKey | None, placement: RankPlacement, files: tuple[int, int]
 ) -> int:
     """Which of a pair of slots to write first: the one that does not hold the state the run resumes from."""
     taken = {
         c.location.file
         for c in copies
-        if c.about.key == state and (c.location.host, c.location.local_index) == (seat.host, seat.local_index)
+        if c.about.key == state and (c.location.host, c.location.local_index) == (placement.host, placement.local_index)
     }
     return files[1] if files[0] in taken else files[0]
 

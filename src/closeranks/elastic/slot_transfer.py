@@ -41,7 +41,7 @@ class ReceivedSlot:
 
 
 def receive_slot(slot: SnapshotSlot | None, of: int, group: dist.ProcessGroup | None = None) -> ReceivedSlot:
-    """Receive what ``send`` sends, and seal it. Without a slot, or without memory for it, the data is received and
+    """Receive what ``send_slot`` sends, and seal it. Without a slot, or without memory for it, the data is received and
     discarded: the sender must not wait forever."""
     head = np.empty(HEADER_BYTES, np.uint8)
     _recv(head, of, group)

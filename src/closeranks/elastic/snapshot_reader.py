@@ -40,7 +40,7 @@ class _Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _EntrySlice:
     """An entry that lies contiguously in a wanted piece, as elements ``first`` to ``last``."""
 
     stored: _Stored
@@ -52,7 +52,7 @@ class _Stretch:
         if copy_and_digest(one.slot.data(one.entry), [place]) != one.crc:
             raise DamagedSnapshot(one.slot, one.entry)
 
-    def land(self, target: Tensor) -> None:
+    def copy_to(self, target: Tensor) -> None:
         """Copy to a device through pinned memory from torch's caching allocator: far less than pinning the slot."""
         one = self.stored
         with torch.cuda.device(target.device), torch.no_grad():
@@ -64,16 +64,16 @@ class _Stretch:
             target[self.first : self.last].copy_(pinned, non_blocking=True)
 
 
-def _stretches(stored: Sequence[_Stored], piece: Piece) -> list[_Stretch] | None:
+def _entry_slices(stored: Sequence[_Stored], piece: Piece) -> list[_EntrySlice] | None:
     """The entries that make up a piece back to back, if the same box was stored; else None."""
     first, last = piece.flat or (0, prod(piece.size))
-    found: list[_Stretch] = []
+    found: list[_EntrySlice] = []
     at = first
     for one in stored:
         begin, end = one.piece.flat or (0, prod(one.piece.size))
         is_same_box = (one.piece.start, one.piece.size) == (piece.start, piece.size)
         if is_same_box and begin == at and at < end <= last:
-            found.append(_Stretch(one, begin - first, end - first))
+            found.append(_EntrySlice(one, begin - first, end - first))
             at = end
     return found if at == last else None
 
@@ -88,7 +88,8 @@ class DamagedSnapshot(SlotError):
 
 @dataclass
 class SnapshotReader:
-    """The images of one state that a rank needs, the preferred one first. Implements ``run.state.Saved``.
+    """The images of one state that a rank needs, the preferred one first. Implements
+    ``run.state.saved_state.SavedState``.
 
     Inside a ``with`` block, tensors on a device are filled asynchronously by ``num_threads`` threads. When the block is
     left, all of them are filled and checked, or ``DamagedSnapshot`` is raised, and no thread writes to them any more.
@@ -96,7 +97,7 @@ class SnapshotReader:
 
     slots: Sequence[SealedSlot]
     num_threads: int = 4
-    _crew: ThreadPoolExecutor | None = None
+    _pool: ThreadPoolExecutor | None = None
     _pending: list[Future[None]] = field(default_factory=list)
     _stored: dict[tuple[str, str], list[_Stored]] = field(default_factory=dict)
     _checked: set[int] = field(default_factory=set)
@@ -113,13 +114,13 @@ class SnapshotReader:
                 self._stored.setdefault((entry.section, entry.key), []).append(_Stored(slot, entry, crc, piece))
 
     def __enter__(self) -> Self:
-        self._crew = ThreadPoolExecutor(self.num_threads, "recall")  # starts threads only when they are needed
+        self._pool = ThreadPoolExecutor(self.num_threads, "recall")  # starts threads only when they are needed
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        crew, self._crew, pending, self._pending = self._crew, None, self._pending, []
-        assert crew is not None, "entered"
-        crew.shutdown(cancel_futures=error is not None)
+        pool, self._pool, pending, self._pending = self._pool, None, self._pending, []
+        assert pool is not None, "entered"
+        pool.shutdown(cancel_futures=error is not None)
         for one in pending if error is None else ():
             one.result()
 
@@ -141,13 +142,13 @@ class SnapshotReader:
         dtype: torch.dtype = getattr(torch, stored[0].entry.dtype)
         is_straight = out.is_contiguous() and out.dtype == dtype
         with torch.no_grad():
-            stretches = _stretches(stored, piece)
-            if stretches is not None and is_straight:
-                self._fill(stretches, out.detach().view(-1))
+            slices = _entry_slices(stored, piece)
+            if slices is not None and is_straight:
+                self._fill(slices, out.detach().view(-1))
                 return
             whole = torch.empty(piece.numel, dtype=dtype)
-            if stretches is not None:
-                self._fill(stretches, whole)
+            if slices is not None:
+                self._fill(slices, whole)
             else:
                 self._from_overlaps(stored, piece, whole)
             out.copy_(whole.view(out.shape))
@@ -158,15 +159,15 @@ class SnapshotReader:
             raise SlotError(f"no copy holds {section}/{key} of shape {piece.shape}")
         return stored
 
-    def _fill(self, stretches: Sequence[_Stretch], target: Tensor) -> None:
+    def _fill(self, slices: Sequence[_EntrySlice], target: Tensor) -> None:
         """On the CPU one pass copies and digests; for a device several threads do, one entry at a time each."""
-        for one in stretches:
+        for one in slices:
             if not target.is_cuda:
                 one.copy(tensor_bytes(target[one.first : one.last]))
-            elif self._crew is None:
-                one.land(target)
+            elif self._pool is None:
+                one.copy_to(target)
             else:
-                self._pending.append(self._crew.submit(one.land, target))
+                self._pending.append(self._pool.submit(one.copy_to, target))
 
     def _from_overlaps(self, stored: Sequence[_Stored], piece: Piece, target: Tensor) -> None:
         planned = plan_copies(piece, [one.piece for one in stored])
@@ -184,9 +185,9 @@ class SnapshotReader:
         self._checked.add(id(one))
 
 
-def _view(memory: Tensor, run: ContiguousBox, box: TensorBox) -> Tensor:
+def _view(memory: Tensor, contiguous: ContiguousBox, box: TensorBox) -> Tensor:
     """A box as a view of a piece's memory."""
-    view = memory[run.first : run.first + run.box.numel].view(run.box.size)
+    view = memory[contiguous.first : contiguous.first + contiguous.box.numel].view(contiguous.box.size)
     for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        view = view.narrow(dim, start - run.box.start[dim], size)
+        view = view.narrow(dim, start - contiguous.box.start[dim], size)
     return view

@@ -2,14 +2,14 @@
 
 A snapshot goes into a slot of the rank's own snapshot memory and, if the image has no replica elsewhere, into that of a
 peer: on the same host in the same pass, on another host by messages in a process group and a thread of their own. A
-snapshot is **sealed** when it is digested in all these places: ``join`` must be called before the vote of the step
+snapshot is **sealed** when it is digested in all these places: ``wait`` must be called before the vote of the step
 after which the next snapshot is taken.
 
 [Note: one whole state at any time] A slot is overwritten only after the vote of its own step has completed on the
 device: by then every rank has cast that vote, and has sealed the previous snapshot in the other slot of its pair. So
 whenever a process is killed, either all images of the newest snapshot or all images of the previous one are sealed.
 With a snapshot after every step, both votes are the same one and a fault costs one step. With a snapshot every n steps,
-training continues while a landed snapshot is being sealed, and a fault in that time falls back to the previous one: at
+training continues while a copied snapshot is being sealed, and a fault in that time falls back to the previous one: at
 most n steps more than at any other time. If a slot could not be sealed, the next snapshot is written to the same slot,
 and the sealed slot of the pair is left alone.
 
@@ -64,7 +64,7 @@ class SnapshotResult:
     step: int
     is_sealed: bool
     stall_s: float
-    """How long training was blocked until the copy had landed."""
+    """How long training was blocked until the copy was complete."""
     late_s: float
     """How long training would have been blocked if it had waited until the snapshot was sealed."""
     busy_s: float
@@ -76,12 +76,12 @@ class SnapshotResult:
 
 class SnapshotWriter:
     """Call sequence, on the training thread: ``snapshot`` returns the target of a capture that is started at once;
-    ``join`` before the vote of the step that is snapshotted next; ``close`` after the capture is closed."""
+    ``wait`` before the vote of the step that is snapshotted next; ``close`` after the capture is closed."""
 
-    def __init__(self, berths: SnapshotDestinations) -> None:
-        self._berths = berths
+    def __init__(self, destinations: SnapshotDestinations) -> None:
+        self._destinations = destinations
         self._background = BackgroundThread("exchange")
-        self._turn = self._guest_turn = 0
+        self._slot_index = self._remote_slot_index = 0
         """Index of the slot of a pair that is written next."""
         self._slots: dict[str, SnapshotSlot] = {}
         self._encoded: tuple[CapturePlan, bytes] = (EMPTY_PLAN, b"[]")
@@ -94,12 +94,12 @@ class SnapshotWriter:
         """Memory of all slots that this rank writes or receives into."""
         return sum(len(slot.bytes) for slot in self._slots.values())
 
-    def snapshot(self, about: SlotHeader, tree: bytes) -> list[Snapshot]:
+    def snapshot(self, header: SlotHeader, tree: bytes) -> list[Snapshot]:
         """A capture target for the whole state; an empty list if there is no memory for it. No snapshot may be in
         progress."""
-        assert self._newest is None, "join comes first"
-        pairs = [pair for pair in (self._berths.own, self._berths.same_host_slots) if pair is not None]
-        self._newest = Snapshot(self, about, tree, [self._slot(pair[self._turn]) for pair in pairs])
+        assert self._newest is None, "wait comes first"
+        pairs = [pair for pair in (self._destinations.own, self._destinations.same_host_slots) if pair is not None]
+        self._newest = Snapshot(self, header, tree, [self._slot(pair[self._slot_index]) for pair in pairs])
         if self.has_room:
             return [self._newest]
         self.on_copied(self._newest)
@@ -112,7 +112,7 @@ class SnapshotWriter:
 
     @property
     def is_done(self) -> bool:
-        """Whether ``join`` has a result to return and would not block."""
+        """Whether ``wait`` has a result to return and would not block."""
         return self._newest is not None and self._newest.is_done.is_set()
 
     def wait(self) -> SnapshotResult | None:
@@ -155,32 +155,36 @@ class SnapshotWriter:
 
     def own_slots(self) -> tuple[SnapshotSlot, SnapshotSlot]:
         """The next one first."""
-        own = self._berths.own
-        return self._slot(own[self._turn]), self._slot(own[1 - self._turn])
+        own = self._destinations.own
+        return self._slot(own[self._slot_index]), self._slot(own[1 - self._slot_index])
 
     def on_copied(self, snapshot: Snapshot) -> None:
         """Called by the copying thread when the copy on this host is sealed or has failed."""
         if snapshot.is_sealed:
-            self._turn = 1 - self._turn
-        if self._berths.group is None:
+            self._slot_index = 1 - self._slot_index
+        if self._destinations.group is None:
             snapshot.mark_done()
         else:
             self._background.submit(lambda: self._exchange(snapshot))
 
     def _exchange(self, snapshot: Snapshot) -> None:
         """Exchange copies with other hosts, even if the local copy failed: no peer may be left waiting."""
-        berths = self._berths
+        destinations = self._destinations
         try:
             sealed = snapshot.slots[0].bytes if snapshot.is_sealed else None
-            works = [] if berths.remote_peer is None else send_slot(sealed, berths.remote_peer, berths.group)
-            if berths.remote_source is not None:
-                guest = (
+            works = (
+                []
+                if destinations.remote_peer is None
+                else send_slot(sealed, destinations.remote_peer, destinations.group)
+            )
+            if destinations.remote_source is not None:
+                remote_slot = (
                     None
-                    if berths.remote_source_slots is None
-                    else self._slot(berths.remote_source_slots[self._guest_turn])
+                    if destinations.remote_source_slots is None
+                    else self._slot(destinations.remote_source_slots[self._remote_slot_index])
                 )
-                received = receive_slot(guest, berths.remote_source, berths.group)
-                self._guest_turn = 1 - self._guest_turn if received.is_sealed else self._guest_turn
+                received = receive_slot(remote_slot, destinations.remote_source, destinations.group)
+                self._remote_slot_index = 1 - self._remote_slot_index if received.is_sealed else self._remote_slot_index
                 snapshot.problem = snapshot.problem or received.problem
             for work in works:
                 work.wait()
@@ -198,8 +202,8 @@ class SnapshotWriter:
 class Snapshot:
     """One snapshot of the whole state, as a target of a capture."""
 
-    def __init__(self, keeper: SnapshotWriter, about: SlotHeader, tree: bytes, slots: Sequence[SnapshotSlot]) -> None:
-        self._keeper, self.about, self._tree, self.slots = keeper, about, tree, slots
+    def __init__(self, writer: SnapshotWriter, header: SlotHeader, tree: bytes, slots: Sequence[SnapshotSlot]) -> None:
+        self._writer, self.about, self._tree, self.slots = writer, header, tree, slots
         self.copied: StateCopy | None = None
         self.is_sealed = False
         self.problem = ""
@@ -214,9 +218,9 @@ class Snapshot:
         """Memory for all slots is reserved before the first of them is invalidated."""
         try:
             for slot in self.slots:
-                self._keeper.reserve(slot, plan, len(self._tree))
+                self._writer.reserve(slot, plan, len(self._tree))
         except OSError:
-            self._keeper.has_room = False
+            self._writer.has_room = False
             raise
         for slot in self.slots:
             slot.invalidate()
@@ -228,20 +232,20 @@ class Snapshot:
 
     def finish(self, plan: CapturePlan, crcs: Sequence[int], copied: StateCopy) -> None:
         self.copied = copied
-        index = encode_index(self._keeper.encoded(plan), self._tree, crcs)
+        index = encode_index(self._writer.encoded(plan), self._tree, crcs)
         for slot in self.slots:
             slot.seal(self.about, plan.num_bytes, index)
         self.is_sealed = True
-        self._keeper.on_copied(self)
+        self._writer.on_copied(self)
 
     def fail(self, problem: str, error: BaseException | None) -> None:
         self.problem, self.error = problem, error
-        self._keeper.on_copied(self)
+        self._writer.on_copied(self)
 
     def next_slots(self, plan: CapturePlan) -> Sequence[SnapshotSlot]:
-        slots = self._keeper.own_slots()
+        slots = self._writer.own_slots()
         for slot in slots:
-            self._keeper.reserve(slot, plan, 0)
+            self._writer.reserve(slot, plan, 0)
         return slots
 
     def mark_done(self) -> None:

@@ -73,7 +73,7 @@ class Verdict:
     """The result of a vote: ``factor`` and ``taken`` stay on the device, ``read`` waits for the copy on the host."""
 
     is_closed: bool = True
-    """Whether it can be read; see [Note: votes apart] in ``elastic.apart`` for one that cannot yet."""
+    """Whether it can be read; see [Note: local SGD votes] in ``elastic.local_sgd_vote`` for one that cannot yet."""
 
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str], extra: Mapping[str, int]) -> None:
         """``extra``: how many numbers each entry of ``Ballot.extra`` has."""
@@ -93,8 +93,8 @@ class Verdict:
         """Sync point on CUDA: returns once the device has finished this step's vote."""
         if self._event is not None:
             self._event.synchronize()
-        told = self._host.tolist()
-        sums, (taken, _, norm, loss_scale) = told[:-NUM_DERIVED], told[-NUM_DERIVED:]
+        values = self._host.tolist()
+        sums, (taken, _, norm, loss_scale) = values[:-NUM_DERIVED], values[-NUM_DERIVED:]
         loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[_NUM_BAD + 1 : _NUM_FIXED], sums[_NUM_FIXED:]
         metrics, numbers = rest[: len(self._names)], iter(rest[len(self._names) :])
         is_empty, weight = weight == 0, weight or 1.0
@@ -139,8 +139,8 @@ class Vote:
         """This rank's ballot as one float64 vector: loss, weight, norm, nonfinite, samples left out, requests,
         metrics, extra."""
         nonfinite = ~(ballot.norm_squared + ballot.loss).isfinite()
-        said = [ballot.num_bad, *requests.encode(ballot.requests)]
-        counts = torch.tensor(said, dtype=torch.float64, device="cpu")
+        numbers = [ballot.num_bad, *requests.encode(ballot.requests)]
+        counts = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         metrics = [ballot.metrics[name] for name in self._metrics]
         votes = torch.stack([ballot.loss, ballot.weight, ballot.norm_squared, nonfinite.double(), *metrics])
         counts = counts.to(votes.device, non_blocking=True)

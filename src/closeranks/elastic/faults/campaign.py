@@ -15,7 +15,7 @@ from closeranks.elastic.faults.fault import KINDS, STEPS, InjectedFault
 
 _LONGEST = 40
 """Duration in steps of a lasting fault in a long run."""
-_PLACES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 """How far into a step; later, another rank may already have finished it."""
 
 
@@ -25,9 +25,9 @@ def draw_campaign(kinds: Sequence[str], count: int, seed: int, num_steps: int, n
     _check(names, count, num_steps, num_ranks)
     rng = random.Random(f"{seed}/{num_steps}/{num_ranks}/{','.join(names)}")
     steps = _steps(count, num_steps, rng)
-    turns = _turns(names, count, rng)
-    _give_way(turns, steps, num_steps)
-    faults = [_fault(kind, step, num_steps, num_ranks, rng) for kind, step in zip(turns, steps, strict=True)]
+    kind_order = _shuffled_kinds(names, count, rng)
+    _swap_impossible(kind_order, steps, num_steps)
+    faults = [_fault(kind, step, num_steps, num_ranks, rng) for kind, step in zip(kind_order, steps, strict=True)]
     return sorted(faults, key=lambda fault: fault.step)
 
 
@@ -48,10 +48,10 @@ def _check(names: Sequence[str], count: int, num_steps: int, num_ranks: int) -> 
 def _latest(kind: str, num_steps: int) -> int:
     """The last step it can start at: a lasting fault needs one more step, one that may miss its moment needs the last
     third of the run to retry."""
-    about = KINDS[kind]
-    if about.may_miss:
-        return max(about.first_step, num_steps - num_steps // 3)
-    return num_steps if about.ends_generation else max(1, num_steps - 1)
+    kind_info = KINDS[kind]
+    if kind_info.may_miss:
+        return max(kind_info.first_step, num_steps - num_steps // 3)
+    return num_steps if kind_info.ends_generation else max(1, num_steps - 1)
 
 
 def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
@@ -67,23 +67,23 @@ def _steps(count: int, num_steps: int, rng: random.Random) -> list[int]:
     return [1, *inner, num_steps]
 
 
-def _turns(names: list[str], count: int, rng: random.Random) -> list[str]:
-    turns: list[str] = []
-    while len(turns) < count:
-        turn = list(names)
-        rng.shuffle(turn)
-        turns += turn
-    return turns[:count]
+def _shuffled_kinds(names: list[str], count: int, rng: random.Random) -> list[str]:
+    kind_order: list[str] = []
+    while len(kind_order) < count:
+        shuffled = list(names)
+        rng.shuffle(shuffled)
+        kind_order += shuffled
+    return kind_order[:count]
 
 
-def _give_way(turns: list[str], steps: Sequence[int], num_steps: int) -> None:
+def _swap_impossible(kind_order: list[str], steps: Sequence[int], num_steps: int) -> None:
     """Swap a kind that is not possible at its step with one that is, if there is one."""
     for place, step in enumerate(steps):
-        if _fits(turns[place], step, num_steps):
+        if _fits(kind_order[place], step, num_steps):
             continue
-        for other in range(len(turns)):
-            if _fits(turns[other], step, num_steps) and _fits(turns[place], steps[other], num_steps):
-                turns[place], turns[other] = turns[other], turns[place]
+        for other in range(len(kind_order)):
+            if _fits(kind_order[other], step, num_steps) and _fits(kind_order[place], steps[other], num_steps):
+                kind_order[place], kind_order[other] = kind_order[other], kind_order[place]
                 break
 
 
@@ -92,12 +92,12 @@ def _fits(kind: str, step: int, num_steps: int) -> bool:
 
 
 def _fault(kind: str, step: int, num_steps: int, num_ranks: int, rng: random.Random) -> InjectedFault:
-    about, rank = KINDS[kind], rng.randrange(num_ranks)
-    other = rng.choice([one for one in range(num_ranks) if one != rank]) if "other" in about.takes else 0
-    at = rng.choice(_PLACES) if step < num_steps else 0.0  # the last step may be shorter than the one before it
-    step = min(max(step, about.first_step), _latest(kind, num_steps))
-    rank = rank if "rank" in about.takes else 0
-    if about.ends_generation:
+    kind_info, rank = KINDS[kind], rng.randrange(num_ranks)
+    other = rng.choice([one for one in range(num_ranks) if one != rank]) if "other" in kind_info.takes else 0
+    at = rng.choice(_FRACTIONS) if step < num_steps else 0.0  # the last step may be shorter than the one before it
+    step = min(max(step, kind_info.first_step), _latest(kind, num_steps))
+    rank = rank if "rank" in kind_info.takes else 0
+    if kind_info.ends_generation:
         return InjectedFault(kind, step, rank, other, at=at)
     # A save takes as long as many short steps, and a worker that is slow for only a second is not reported as slow.
     steps = max(1, min(max(STEPS, min(num_steps // 3, _LONGEST)), num_steps - step))

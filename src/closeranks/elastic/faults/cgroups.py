@@ -132,15 +132,15 @@ def remove_stale_groups(parent: Path) -> None:
 class ControlGroup:
     """One group of ours. ``remove`` may be called more than once, and during any cleanup."""
 
-    def __init__(self, home: CgroupParent) -> None:
-        self._home = home
-        self.path = _make(home.path)
-        self._came_from: dict[int, Path] = {}
+    def __init__(self, parent: CgroupParent) -> None:
+        self._parent = parent
+        self.path = _make(parent.path)
+        self._original_groups: dict[int, Path] = {}
 
     def add(self, pid: int) -> None:
         """Move a process here, with all its threads."""
-        group = _groups_of(pid).get(self._home.origin, "/")
-        self._came_from[pid] = self._home.mount / group.lstrip("/")
+        group = _groups_of(pid).get(self._parent.origin, "/")
+        self._original_groups[pid] = self._parent.mount / group.lstrip("/")
         self.write("cgroup.procs", str(pid))
 
     def write(self, file: str, value: str) -> None:
@@ -151,7 +151,7 @@ class ControlGroup:
         be slowed at all."""
         period_us = int(max(10_000, 1000 / share))
         quota_us = max(1000, int(share * period_us))
-        if self._home.version == 2:
+        if self._parent.version == 2:
             self.write("cpu.max", f"{quota_us} {period_us}")
         else:
             self.write("cpu.cfs_period_us", str(period_us))
@@ -160,7 +160,7 @@ class ControlGroup:
     def limit_memory(self, num_bytes: int) -> None:
         """The limit on additional memory: what the processes hold already was charged to their old group and stays
         there."""
-        if self._home.version == 2:
+        if self._parent.version == 2:
             with suppress(OSError):  # a kernel without swap accounting has no such file
                 self.write("memory.swap.max", "0")
             self.write("memory.max", str(num_bytes))
@@ -174,7 +174,7 @@ class ControlGroup:
     @property
     def num_oom_kills(self) -> int:
         """How many processes the OOM killer has killed in this group, as the kernel counts them."""
-        text = (self.path / ("memory.events" if self._home.version == 2 else "memory.oom_control")).read_text()
+        text = (self.path / ("memory.events" if self._parent.version == 2 else "memory.oom_control")).read_text()
         found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return int(found[1]) if found else 0
 
@@ -186,7 +186,7 @@ class ControlGroup:
         """Move the remaining processes back, then remove. A dying process still holds its group for a moment."""
         deadline = time.monotonic() + timeout_s
         while self.path.is_dir():
-            self._give_back()
+            self._move_back()
             try:
                 self.path.rmdir()
             except OSError:
@@ -194,12 +194,12 @@ class ControlGroup:
                     raise
                 time.sleep(0.005)
 
-    def _give_back(self) -> None:
+    def _move_back(self) -> None:
         if (self.path / "cgroup.freeze").exists():
             self.freeze(False)
         for pid in (self.path / "cgroup.procs").read_text().split():
             with suppress(OSError):  # it has died meanwhile, or its old group is gone
-                _write(self._came_from.get(int(pid), self._home.path) / "cgroup.procs", pid)
+                _write(self._original_groups.get(int(pid), self._parent.path) / "cgroup.procs", pid)
 
 
 def _write(path: Path, value: str) -> None:

@@ -1,8 +1,8 @@
 """The kinds of faults that can be injected into a run, and faults as data: ``kill(rank=1, step=3)``.
 
 Invariant: a fault is fully described by its fields and prints as the text it is parsed from, so that a campaign can be
-recorded, repeated and shortened by hand. What each kind requires of the machine is in ``means``; ``inject`` injects
-them.
+recorded, repeated and shortened by hand. What each kind requires of the machine is in ``requirements``; ``inject``
+injects them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from closeranks.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault; ``blows`` has its action."""
+    """One kind of fault; ``fault_actions`` has its action."""
 
     name: str
     meaning: str
@@ -91,11 +91,11 @@ class InjectedFault:
 
     def __str__(self) -> str:
         values = [(name, getattr(self, name)) for name in self.about.takes]
-        said = [(name, value) for name, value in values if name not in DEFAULTS or value != DEFAULTS[name]]
-        ranks = [pair for pair in said if pair[0] in ("rank", "other")]
-        rest = [pair for pair in said if pair not in ranks]
-        spots = [*ranks, ("step", self.step), *rest, *([("at", self.at)] if self.at else [])]
-        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in spots)})"
+        given = [(name, value) for name, value in values if name not in DEFAULTS or value != DEFAULTS[name]]
+        ranks = [pair for pair in given if pair[0] in ("rank", "other")]
+        rest = [pair for pair in given if pair not in ranks]
+        arguments = [*ranks, ("step", self.step), *rest, *([("at", self.at)] if self.at else [])]
+        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in arguments)})"
 
     @property
     def about(self) -> FaultKind:
@@ -121,9 +121,9 @@ def check_faults(faults: Sequence[InjectedFault], num_ranks: int, num_steps: int
     for fault in faults:
         if fault.about.num_ranks > num_ranks:
             raise UserError(f"{fault}: {fault.kind} needs at least {fault.about.num_ranks} workers", "Start with -n 2.")
-        if strangers := [rank for rank in fault.victims if rank >= num_ranks]:
+        if unknown := [rank for rank in fault.victims if rank >= num_ranks]:
             fix = f"The ranks of {num_ranks} workers are 0 to {num_ranks - 1}."
-            raise UserError(f"{fault}: there is no rank {strangers[0]}", fix)
+            raise UserError(f"{fault}: there is no rank {unknown[0]}", fix)
         if num_steps is None:
             continue
         if fault.step > num_steps:

@@ -2,7 +2,7 @@
 
 Each is a real cause from outside the worker: a signal through its pidfd, a control group, a connection that is shut
 down, bits in memory that the agent owns, a full disk. Invariant: whatever an action has set up, it removes again in
-``end``, which may be called at any time and more than once.
+``undo``, which may be called at any time and more than once.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ _MOMENT_S = 0.1
 
 
 class FaultAction:
-    """One fault in progress. ``turn`` is called at every poll until it returns True (over), then ``end``."""
+    """One fault in progress. ``tick`` is called at every poll until it returns True (over), then ``undo``."""
 
     is_urgent = False
-    """Whether ``turn`` should be called again without a pause."""
+    """Whether ``tick`` should be called again without a pause."""
 
-    def __init__(self, note: str = "", *, has_struck: bool = True) -> None:
+    def __init__(self, note: str = "", *, is_injected: bool = True) -> None:
         self.note = note
-        self.injected_at = time.time() if has_struck else None
+        self.injected_at = time.time() if is_injected else None
 
-    def tick(self, look: ObservedRun) -> bool:
+    def tick(self, observed: ObservedRun) -> bool:
         return self.injected_at is not None
 
     def undo(self) -> None: ...
 
 
-def _victim(look: ObservedRun, rank: int) -> ObservedWorker:
-    worker = worker_of(look, rank)
+def _target_worker(observed: ObservedRun, rank: int) -> ObservedWorker:
+    worker = worker_of(observed, rank)
     if worker is None or worker.pid is None:
         raise ProcessLookupError(f"rank {rank} is not here")
     return worker
 
 
-def _send(look: ObservedRun, ranks: tuple[int, ...], number: signal.Signals) -> FaultAction:
+def _send(observed: ObservedRun, ranks: tuple[int, ...], number: signal.Signals) -> FaultAction:
     """Signal all of them at once: no signal is sent before all processes are known to exist."""
-    victims = [TargetProcess(_victim(look, rank).pid or 0) for rank in ranks]
+    targets = [TargetProcess(_target_worker(observed, rank).pid or 0) for rank in ranks]
     try:
-        for victim in victims:
-            victim.signal(number)
+        for target in targets:
+            target.signal(number)
     finally:
-        for victim in victims:
-            victim.close()
+        for target in targets:
+            target.close()
     return FaultAction(number.name)
 
 
-def _cut(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
-    with TargetProcess(_victim(look, fault.rank).pid or 0) as victim:
-        num_cut = victim.cut_connections()
+def _cut(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+    with TargetProcess(_target_worker(observed, fault.rank).pid or 0) as target:
+        num_cut = target.cut_connections()
     if not num_cut:
         raise OSError(f"rank {fault.rank} has no connection to another")
     return FaultAction(f"{num_cut} connections shut down")
 
 
-def _kill_zygote(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
-    if look.zygote is None:
+def _kill_zygote(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+    if observed.zygote is None:
         raise ProcessLookupError("there is no zygote now")
-    with TargetProcess(look.zygote) as zygote:
+    with TargetProcess(observed.zygote) as zygote:
         zygote.signal(signal.SIGKILL)
     return FaultAction("SIGKILL to the zygote")
 
@@ -86,15 +86,15 @@ class _Grouped(FaultAction):
     """Puts a worker into a control group of its own until it is dead. The limits are set before it is moved there."""
 
     def __init__(
-        self, fault: InjectedFault, look: ObservedRun, need: CgroupControl, note: str, *, has_struck: bool = True
+        self, fault: InjectedFault, observed: ObservedRun, need: CgroupControl, note: str, *, is_injected: bool = True
     ) -> None:
-        super().__init__(note, has_struck=has_struck)
-        home = find_cgroup_parent(need)
-        self._victim = TargetProcess(_victim(look, fault.rank).pid or 0)
-        self._group = ControlGroup(home)
+        super().__init__(note, is_injected=is_injected)
+        parent = find_cgroup_parent(need)
+        self._target = TargetProcess(_target_worker(observed, fault.rank).pid or 0)
+        self._group = ControlGroup(parent)
         try:
             self.prepare(fault)
-            self._group.add(self._victim.pid)
+            self._group.add(self._target.pid)
         except OSError:
             self.undo()
             raise
@@ -102,78 +102,78 @@ class _Grouped(FaultAction):
     def prepare(self, fault: InjectedFault) -> None:
         raise NotImplementedError
 
-    def tick(self, look: ObservedRun) -> bool:
-        return self._victim.is_dead
+    def tick(self, observed: ObservedRun) -> bool:
+        return self._target.is_dead
 
     def undo(self) -> None:
-        self._victim.close()
+        self._target.close()
         self._group.remove()
 
 
 class _Freeze(_Grouped):
-    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
-        super().__init__(fault, look, FREEZER, "frozen")
+    def __init__(self, fault: InjectedFault, observed: ObservedRun) -> None:
+        super().__init__(fault, observed, FREEZER, "frozen")
 
     def prepare(self, fault: InjectedFault) -> None:
         self._group.freeze(True)
 
 
-def _hang(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _hang(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
     try:
-        return _Freeze(fault, look)
+        return _Freeze(fault, observed)
     except CgroupUnavailable:
-        return _send(look, (fault.rank,), signal.SIGSTOP)
+        return _send(observed, (fault.rank,), signal.SIGSTOP)
 
 
 class _Slow(_Grouped):
-    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
+    def __init__(self, fault: InjectedFault, observed: ObservedRun) -> None:
         self._fault = fault
-        super().__init__(fault, look, CPU, f"{fault.share:.0%} of a processor")
+        super().__init__(fault, observed, CPU, f"{fault.share:.0%} of a processor")
 
     def prepare(self, fault: InjectedFault) -> None:
         self._group.limit_cpu(fault.share)
 
-    def tick(self, look: ObservedRun) -> bool:
-        step = step_of(look, self._fault)
-        return super().tick(look) or (step is not None and step > self._fault.last_step)
+    def tick(self, observed: ObservedRun) -> bool:
+        step = step_of(observed, self._fault)
+        return super().tick(observed) or (step is not None and step > self._fault.last_step)
 
 
 class _Starve(_Grouped):
     """Allows the worker no further memory: the kernel's OOM killer ends it at the next page it allocates."""
 
-    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
-        super().__init__(fault, look, MEMORY, "no more memory pages", has_struck=False)
+    def __init__(self, fault: InjectedFault, observed: ObservedRun) -> None:
+        super().__init__(fault, observed, MEMORY, "no more memory pages", is_injected=False)
 
     def prepare(self, fault: InjectedFault) -> None:
         self._group.limit_memory(0)
 
-    def tick(self, look: ObservedRun) -> bool:
-        is_over = super().tick(look)  # checked before the count: it may die between the two
+    def tick(self, observed: ObservedRun) -> bool:
+        is_over = super().tick(observed)  # checked before the count: it may die between the two
         if self.injected_at is None and self._group.num_oom_kills:
             self.injected_at, self.note = time.time(), "killed by the kernel's out-of-memory killer"
         return is_over
 
 
-def _own_boxes(look: ObservedRun, worker: ObservedWorker) -> tuple[str, ...]:
-    if worker.local_rank >= len(look.snapshot_paths):
+def _own_slot_paths(observed: ObservedRun, worker: ObservedWorker) -> tuple[str, ...]:
+    if worker.local_rank >= len(observed.snapshot_paths):
         raise OSError(f"rank {worker.rank} keeps no snapshots in memory")
-    return tuple(look.snapshot_paths[worker.local_rank][:2])
+    return tuple(observed.snapshot_paths[worker.local_rank][:2])
 
 
-def _flip(fault: InjectedFault, look: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _flip(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
     """The worker is stopped meanwhile, so that the newest snapshot stays the newest."""
-    worker = _victim(look, fault.rank)
-    with TargetProcess(worker.pid or 0) as victim:
-        victim.signal(signal.SIGSTOP)
+    worker = _target_worker(observed, fault.rank)
+    with TargetProcess(worker.pid or 0) as target:
+        target.signal(signal.SIGSTOP)
         try:
-            slot = newest_sealed(_own_boxes(look, worker))
+            slot = newest_sealed(_own_slot_paths(observed, worker))
             if slot is None:
                 raise OSError(f"rank {fault.rank} has no sealed snapshot yet")
             bit = flip_bit(slot, random.Random(str(fault)))
         except OSError:
-            victim.signal(signal.SIGCONT)
+            target.signal(signal.SIGCONT)
             raise
-        victim.signal(signal.SIGKILL)
+        target.signal(signal.SIGKILL)
     return FaultAction(f"bit {bit} of the snapshot of step {slot.step}, then SIGKILL")
 
 
@@ -182,37 +182,37 @@ class _Tear(FaultAction):
 
     is_urgent = True
 
-    def __init__(self, fault: InjectedFault, look: ObservedRun) -> None:
-        super().__init__(has_struck=False)
-        worker = _victim(look, fault.rank)
-        self._generation = look.generation
-        self._headers = SlotHeaders(_own_boxes(look, worker))
+    def __init__(self, fault: InjectedFault, observed: ObservedRun) -> None:
+        super().__init__(is_injected=False)
+        worker = _target_worker(observed, fault.rank)
+        self._generation = observed.generation
+        self._headers = SlotHeaders(_own_slot_paths(observed, worker))
         try:
-            self._victim = TargetProcess(worker.pid or 0)
+            self._target = TargetProcess(worker.pid or 0)
         except OSError:
             self._headers.close()
             raise
 
-    def tick(self, look: ObservedRun) -> bool:
+    def tick(self, observed: ObservedRun) -> bool:
         """Polls for ``_MOMENT_S`` at a time, so that the agent's loop runs in between."""
         deadline = time.monotonic() + _MOMENT_S
         with highest_priority():
             while self.injected_at is None and time.monotonic() < deadline:
                 if self._headers.is_writing(self._generation):
-                    self._strike()
-        return self.injected_at is not None or self._victim.is_dead
+                    self._kill()
+        return self.injected_at is not None or self._target.is_dead
 
-    def _strike(self) -> None:
+    def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            self._victim.signal(signal.SIGKILL)
+            self._target.signal(signal.SIGKILL)
         self.injected_at = time.time()
-        await_state(self._victim.pid, "ZX")
+        await_state(self._target.pid, "ZX")
         left = ", which left the copy torn" if any(self._headers.are_torn()) else "; the copy finished first"
         self.note = f"SIGKILL while it copied{left}"
 
     def undo(self) -> None:
         self._headers.close()
-        self._victim.close()
+        self._target.close()
 
 
 class _FullDisk(FaultAction):
@@ -224,9 +224,9 @@ class _FullDisk(FaultAction):
         self._disk: SmallDisk | None = disk
         disk.fill()
 
-    def tick(self, look: ObservedRun) -> bool:
+    def tick(self, observed: ObservedRun) -> bool:
         """Space that a failed save frees is filled again, as it would be on a disk that others fill."""
-        step = step_of(look, self._fault)
+        step = step_of(observed, self._fault)
         if self._disk is not None:
             with suppress(BlockingIOError):  # a file is being written right now: try again at the next poll
                 self._disk.fill()
@@ -239,7 +239,7 @@ class _FullDisk(FaultAction):
 
 
 def _to_workers(number: signal.Signals) -> Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]:
-    return lambda fault, look, disk: _send(look, fault.victims, number)
+    return lambda fault, observed, disk: _send(observed, fault.victims, number)
 
 
 FAULT_ACTIONS: dict[str, Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]] = {
@@ -248,11 +248,11 @@ FAULT_ACTIONS: dict[str, Callable[[InjectedFault, ObservedRun, SmallDisk | None]
     "exception": _cut,
     "hang": _hang,
     "stop": _to_workers(signal.SIGSTOP),
-    "slow": lambda fault, look, disk: _Slow(fault, look),
-    "oom": lambda fault, look, disk: _Starve(fault, look),
+    "slow": lambda fault, observed, disk: _Slow(fault, observed),
+    "oom": lambda fault, observed, disk: _Starve(fault, observed),
     "bitflip": _flip,
-    "torn": lambda fault, look, disk: _Tear(fault, look),
-    "diskfull": lambda fault, look, disk: _FullDisk(fault, disk),
+    "torn": lambda fault, observed, disk: _Tear(fault, observed),
+    "diskfull": lambda fault, observed, disk: _FullDisk(fault, disk),
     "term": _to_workers(signal.SIGTERM),
     "zygote": _kill_zygote,
 }

@@ -41,12 +41,12 @@ class Injection:
 
 
 @dataclass(slots=True)
-class _Underway:
+class _ActiveFault:
     fault: InjectedFault
-    blow: FaultAction
+    action: FaultAction
     generation: int
     step: int
-    is_told: bool = False
+    is_recorded: bool = False
 
 
 class Injector:
@@ -57,9 +57,9 @@ class Injector:
 
     def __init__(self, faults: Sequence[InjectedFault], checkpoints: Path | None = None) -> None:
         self._pending = list(faults)
-        self._underway: list[_Underway] = []
-        self._paces: dict[int, StepTiming] = {}
-        self._struck_generation = -1
+        self._active: list[_ActiveFault] = []
+        self._timings: dict[int, StepTiming] = {}
+        self._faulted_generation = -1
         self.injections: list[Injection] = []
         for kind, reason in unavailable_kinds(fault.kind for fault in faults).items():
             raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out, or run as root.")
@@ -68,89 +68,89 @@ class Injector:
         if checkpoints is not None and any(fault.kind == "diskfull" for fault in faults):
             self._disk = SmallDisk(checkpoints)
 
-    def __call__(self, look: ObservedRun) -> float | None:
+    def __call__(self, observed: ObservedRun) -> float | None:
         """One poll; returns the latest time (``time.monotonic()``) for the next one, or None."""
         if not self._is_open:
-            self._open(look)
-        self._paces = update_timings(self._paces, look)
-        for one in list(self._underway):
-            self._go_on(one, look)
+            self._open(observed)
+        self._timings = update_timings(self._timings, observed)
+        for one in list(self._active):
+            self._advance(one, observed)
         for fault in list(self._pending):
-            if self._may(fault, look) and is_due(fault, look, self._paces):
-                self._begin(fault, look)
-        if any(one.blow.is_urgent for one in self._underway):
-            return look.now
-        return time.monotonic() + _POLL_S if self._pending or self._underway else None
+            if self._is_allowed(fault, observed) and is_due(fault, observed, self._timings):
+                self._begin(fault, observed)
+        if any(one.action.is_urgent for one in self._active):
+            return observed.now
+        return time.monotonic() + _POLL_S if self._pending or self._active else None
 
-    def _open(self, look: ObservedRun) -> None:
+    def _open(self, observed: ObservedRun) -> None:
         """The first poll comes before the first worker is started: set up what must exist before that."""
         self._is_open = True
         if self._disk is not None:
             try:
                 self._disk.open()
             except OSError as error:
-                self._give_up("diskfull", str(error), look)
+                self._give_up("diskfull", str(error), observed)
 
-    def _give_up(self, kind: str, why: str, look: ObservedRun) -> None:
+    def _give_up(self, kind: str, why: str, observed: ObservedRun) -> None:
         for fault in [fault for fault in self._pending if fault.kind == kind]:
             self._pending.remove(fault)
-            self.injections.append(Injection(fault, time.time(), look.generation, 0, error=why))
+            self.injections.append(Injection(fault, time.time(), observed.generation, 0, error=why))
 
     @property
     def missed(self) -> tuple[InjectedFault, ...]:
         """Faults that were not injected."""
-        return (*self._pending, *(one.fault for one in self._underway if not one.is_told))
+        return (*self._pending, *(one.fault for one in self._active if not one.is_recorded))
 
-    def _may(self, fault: InjectedFault, look: ObservedRun) -> bool:
-        return not fault.about.ends_generation or look.generation > self._struck_generation
+    def _is_allowed(self, fault: InjectedFault, observed: ObservedRun) -> bool:
+        return not fault.about.ends_generation or observed.generation > self._faulted_generation
 
-    def _begin(self, fault: InjectedFault, look: ObservedRun) -> None:
-        step = step_of(look, fault) or 0
+    def _begin(self, fault: InjectedFault, observed: ObservedRun) -> None:
+        step = step_of(observed, fault) or 0
         try:
-            blow = FAULT_ACTIONS[fault.kind](fault, look, self._disk)
+            action = FAULT_ACTIONS[fault.kind](fault, observed, self._disk)
         except ProcessLookupError:
             return  # it has just died of something else: the fault is injected into its successor
         except OSError as error:
             self._pending.remove(fault)
-            self.injections.append(Injection(fault, time.time(), look.generation, step, error=str(error)))
+            self.injections.append(Injection(fault, time.time(), observed.generation, step, error=str(error)))
             return
         self._pending.remove(fault)
         if fault.about.ends_generation:
-            self._struck_generation = look.generation
-        one = _Underway(fault, blow, look.generation, step)
-        self._underway.append(one)
-        self._go_on(one, look)
+            self._faulted_generation = observed.generation
+        one = _ActiveFault(fault, action, observed.generation, step)
+        self._active.append(one)
+        self._advance(one, observed)
 
-    def _go_on(self, one: _Underway, look: ObservedRun) -> None:
+    def _advance(self, one: _ActiveFault, observed: ObservedRun) -> None:
         try:
-            is_over = one.blow.tick(look)
+            is_over = one.action.tick(observed)
         except OSError as error:
-            is_over, one.is_told = True, True
+            is_over, one.is_recorded = True, True
             self.injections.append(Injection(one.fault, time.time(), one.generation, one.step, error=str(error)))
-        if one.blow.injected_at is not None and not one.is_told:
-            one.is_told = True
-            step = step_of(look, one.fault) if look.generation == one.generation else one.step
-            struck = Injection(one.fault, one.blow.injected_at, one.generation, step or one.step, one.blow.note)
-            self.injections.append(struck)
+        if one.action.injected_at is not None and not one.is_recorded:
+            one.is_recorded = True
+            step = step_of(observed, one.fault) if observed.generation == one.generation else one.step
+            injection = Injection(one.fault, one.action.injected_at, one.generation, step or one.step, one.action.note)
+            self.injections.append(injection)
         if not is_over:
             return
         try:
-            one.blow.undo()
+            one.action.undo()
         except OSError:
-            one.blow.is_urgent = False  # ``close`` tries again, and says what is wrong
+            one.action.is_urgent = False  # ``close`` tries again, and says what is wrong
             return
-        self._underway.remove(one)
-        if not one.is_told:  # the target was gone before the fault took effect
+        self._active.remove(one)
+        if not one.is_recorded:  # the target was gone before the fault took effect
             self._pending.append(one.fault)
-            self._struck_generation = min(self._struck_generation, one.generation - 1)
+            self._faulted_generation = min(self._faulted_generation, one.generation - 1)
 
     def close(self) -> None:
         """Undo everything that was set up, apart from the effects of the faults. May be called more than once."""
         with ExitStack() as stack:  # all are tried, even if one fails
             if self._disk is not None:
                 stack.callback(self._disk.close)
-            for one in self._underway:
-                stack.callback(one.blow.undo)
+            for one in self._active:
+                stack.callback(one.action.undo)
 
     def __enter__(self) -> Injector:
         return self

@@ -1,6 +1,6 @@
 """What the injector sees of a run, and when a fault is due.
 
-The agent passes a view of its workers at every iteration of its loop (``agent.view.View`` has this shape). Pure.
+The agent passes a view of its workers at every iteration of its loop (``agent.job_view.JobView`` has this shape). Pure.
 Invariant: a fault is due when its target works on the step it names or a later one, never before, and never in a run
 that is ending.
 """
@@ -71,40 +71,40 @@ class StepTiming:
     generation: int = 0
 
 
-def update_timings(paces: dict[int, StepTiming], look: ObservedRun) -> dict[int, StepTiming]:
+def update_timings(timings: dict[int, StepTiming], observed: ObservedRun) -> dict[int, StepTiming]:
     """The step timings of all ranks, updated with one more observation."""
-    after = dict(paces)
-    for worker in look.local_workers:
-        step, last = worker.progress.step, paces.get(worker.rank)
-        if step is None or (last is not None and (step, look.generation) == (last.step, last.generation)):
+    after = dict(timings)
+    for worker in observed.local_workers:
+        step, last = worker.progress.step, timings.get(worker.rank)
+        if step is None or (last is not None and (step, observed.generation) == (last.step, last.generation)):
             continue
         took_s = last.last_s if last is not None else 0.0
-        if last is not None and (step, look.generation) == (last.step + 1, last.generation):
-            took_s = look.now - last.since  # the time between two generations is not a step
-        after[worker.rank] = StepTiming(step, look.now, took_s, look.generation)
+        if last is not None and (step, observed.generation) == (last.step + 1, last.generation):
+            took_s = observed.now - last.since  # the time between two generations is not a step
+        after[worker.rank] = StepTiming(step, observed.now, took_s, observed.generation)
     return after
 
 
-def worker_of(look: ObservedRun, rank: int) -> ObservedWorker | None:
-    return next((worker for worker in look.local_workers if worker.rank == rank and worker.pid is not None), None)
+def worker_of(observed: ObservedRun, rank: int) -> ObservedWorker | None:
+    return next((worker for worker in observed.local_workers if worker.rank == rank and worker.pid is not None), None)
 
 
-def step_of(look: ObservedRun, fault: InjectedFault) -> int | None:
+def step_of(observed: ObservedRun, fault: InjectedFault) -> int | None:
     """The step that the target is at, or the most advanced worker if the fault names no rank."""
-    ranks = fault.victims[:1] or tuple(worker.rank for worker in look.local_workers)
-    steps = [worker.progress.step for worker in look.local_workers if worker.rank in ranks]
+    ranks = fault.victims[:1] or tuple(worker.rank for worker in observed.local_workers)
+    steps = [worker.progress.step for worker in observed.local_workers if worker.rank in ranks]
     return max((step for step in steps if step is not None), default=None)
 
 
-def is_due(fault: InjectedFault, look: ObservedRun, paces: dict[int, StepTiming]) -> bool:
-    if look.state != "running" or any(worker_of(look, rank) is None for rank in fault.victims):
+def is_due(fault: InjectedFault, observed: ObservedRun, timings: dict[int, StepTiming]) -> bool:
+    if observed.state != "running" or any(worker_of(observed, rank) is None for rank in fault.victims):
         return False
-    if any(worker.progress.phase.name in ("START", "END") for worker in look.local_workers):
+    if any(worker.progress.phase.name in ("START", "END") for worker in observed.local_workers):
         return False
-    step = step_of(look, fault)
+    step = step_of(observed, fault)
     if step is None or step < fault.step:
         return False
-    pace = paces.get(fault.victims[0]) if fault.victims else None
-    if step > fault.step or pace is None or pace.step != step:
+    timing = timings.get(fault.victims[0]) if fault.victims else None
+    if step > fault.step or timing is None or timing.step != step:
         return True
-    return look.now - pace.since >= fault.at * pace.last_s
+    return observed.now - timing.since >= fault.at * timing.last_s

@@ -78,7 +78,7 @@ class LocalSgd(Component):
             model.spec.metrics,
             clip=job.optim.clip,
             num_replica_groups=replica_group.count,
-            speaks=replica_group.world.rank == 0,
+            contributes=replica_group.world.rank == 0,
         )
 
     def after_update(self, index: int, verdict: Verdict) -> None:
