@@ -1,7 +1,7 @@
 """Formats durations: for people, and as values of a job file.
 
-Invariant: only significant digits; what ``literal`` writes is read back as the same duration to within a hundredth of
-it.
+Invariant: only significant digits; what ``duration_literal`` writes is read back as the same duration to within a
+hundredth of it.
 """
 
 from __future__ import annotations

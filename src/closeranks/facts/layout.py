@@ -50,8 +50,8 @@ class Layout:
         return self.pipeline * SCHEDULES.get(self.schedule, 1) if self.pipeline > 1 else 1
 
     def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return " ".join(said) or "data=1"
+        entries = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(entries) or "data=1"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -104,17 +104,17 @@ class LayoutConstraints:
         return -(-self.global_batch // self.micro_batch)
 
 
-def legal_problems(layout: Layout, demands: LayoutConstraints) -> tuple[Problem, ...]:
+def legal_problems(layout: Layout, constraints: LayoutConstraints) -> tuple[Problem, ...]:
     """Every reason why this layout cannot run, in the order of the table; empty when it can."""
     out_of_range = tuple(_range_problems(layout))
     if out_of_range:
         return out_of_range
     return (
-        *_data_problems(layout, demands),
+        *_data_problems(layout, constraints),
         *_shard_problems(layout),
-        *_tensor_problems(layout, demands),
-        *_pipeline_problems(layout, demands),
-        *_context_problems(layout, demands),
+        *_tensor_problems(layout, constraints),
+        *_pipeline_problems(layout, constraints),
+        *_context_problems(layout, constraints),
         *_expert_problems(layout),
     )
 
@@ -134,16 +134,17 @@ def _range_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.schedule", what, did_you_mean(layout.schedule, SCHEDULES))
 
 
-def _data_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
-    if demands.num_micro < layout.data:
+def _data_problems(layout: Layout, constraints: LayoutConstraints) -> Iterator[Problem]:
+    if constraints.num_micro < layout.data:
         what = (
-            f"{pluralize(layout.data, 'data rank')} share {pluralize(demands.num_micro, 'micro-batch', 'es')} a step "
-            f"(global_batch {demands.global_batch} / micro_batch {demands.micro_batch}), so some would have none"
+            f"{pluralize(layout.data, 'data rank')} share {pluralize(constraints.num_micro, 'micro-batch', 'es')} a "
+            f"step (global_batch {constraints.global_batch} / micro_batch {constraints.micro_batch}), so some would "
+            "have none"
         )
-        smaller = demands.global_batch // layout.data
+        smaller = constraints.global_batch // layout.data
         less = f", train.micro_batch = {smaller}" if smaller else ""
         more = f"train.global_batch = {layout.data} or more" if not smaller else "a larger train.global_batch"
-        fix = f"Use data={demands.num_micro} or fewer{less}, or {more}."
+        fix = f"Use data={constraints.num_micro} or fewer{less}, or {more}."
         yield Problem("layout.data", what, fix)
 
 
@@ -156,14 +157,14 @@ def _shard_problems(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.shard", what, f"Use one of {divisors(layout.data)}.")
 
 
-def _tensor_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
-    if layout.tensor == 1 or demands.has_tensor_rules:
+def _tensor_problems(layout: Layout, constraints: LayoutConstraints) -> Iterator[Problem]:
+    if layout.tensor == 1 or constraints.has_tensor_rules:
         return
     split = {
-        "heads": demands.num_heads,
-        "key-value heads": demands.num_kv_heads,
-        "feed-forward columns": demands.ffn_dim,
-        "vocabulary entries": demands.vocab_size,
+        "heads": constraints.num_heads,
+        "key-value heads": constraints.num_kv_heads,
+        "feed-forward columns": constraints.ffn_dim,
+        "vocabulary entries": constraints.vocab_size,
     }
     if not all(split.values()):
         yield Problem(
@@ -173,39 +174,41 @@ def _tensor_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Pro
         )
         return
     # Sequence parallel: between the blocks each tensor rank holds a shard of the positions.
-    split["positions of a sample"] = demands.seq_len
+    split["positions of a sample"] = constraints.seq_len
     uneven = [f"{count} {noun}" for noun, count in split.items() if count % layout.tensor]
     if uneven:
-        legal = [size for size in divisors(demands.num_kv_heads) if not any(count % size for count in split.values())]
+        legal = [
+            size for size in divisors(constraints.num_kv_heads) if not any(count % size for count in split.values())
+        ]
         what = f"{layout.tensor} does not divide the model's {', '.join(uneven)}"
         yield Problem("layout.tensor", what, f"Use one of {legal}.")
 
 
-def _pipeline_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
+def _pipeline_problems(layout: Layout, constraints: LayoutConstraints) -> Iterator[Problem]:
     if layout.pipeline == 1:
         return
-    if demands.num_layers == 0:
+    if constraints.num_layers == 0:
         yield Problem(
             "layout.pipeline",
             "this model has no layers to cut into stages",
             "Use pipeline=1; name them for your own model in model.stages.",
         )
-    elif layout.num_stages > demands.num_layers:
+    elif layout.num_stages > constraints.num_layers:
         per_rank = SCHEDULES[layout.schedule]
-        verb = "does" if demands.num_layers == 1 else "do"
-        what = f"the model's {pluralize(demands.num_layers, 'layer')} {verb} not fill {layout.num_stages} stages"
-        most = max(demands.num_layers // per_rank, 1)
+        verb = "does" if constraints.num_layers == 1 else "do"
+        what = f"the model's {pluralize(constraints.num_layers, 'layer')} {verb} not fill {layout.num_stages} stages"
+        most = max(constraints.num_layers // per_rank, 1)
         yield Problem("layout.pipeline", what, f"Schedule {layout.schedule} allows up to pipeline={most} here.")
 
 
-def _context_problems(layout: Layout, demands: LayoutConstraints) -> Iterator[Problem]:
+def _context_problems(layout: Layout, constraints: LayoutConstraints) -> Iterator[Problem]:
     if layout.context == 1:
         return
-    if demands.seq_len == 0:
+    if constraints.seq_len == 0:
         yield Problem("layout.context", "the samples have no sequence to split", "Use context=1.")
-    elif demands.seq_len % layout.context:
-        what = f"{layout.context} does not divide the {demands.seq_len} positions of a sample"
-        yield Problem("layout.context", what, f"Use one of {divisors(demands.seq_len, 64)} or change data.seq_len.")
+    elif constraints.seq_len % layout.context:
+        what = f"{layout.context} does not divide the {constraints.seq_len} positions of a sample"
+        yield Problem("layout.context", what, f"Use one of {divisors(constraints.seq_len, 64)} or change data.seq_len.")
 
 
 def _expert_problems(layout: Layout) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """The mesh of a layout: each rank's coordinate, and the groups of ranks along each axis.
 
 Ranks are numbered with the tensor axis fastest (its collectives are the most frequent, so they stay within a host),
-then the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``place`` and ``rank_of`` are
-inverse, and the groups of each axis partition all ranks.
+then the shard axis, then the replica axis, then the pipeline axis slowest. Invariant: ``coordinate`` and ``rank_of``
+are inverse, and the groups of each axis partition all ranks.
 
 With local SGD (``sync.local``) the replica axis is divided into ``num_replica_groups`` intervals of equal length. A
 replica group consists of all ranks of one interval, with every coordinate on the other axes: it holds the whole model
@@ -53,13 +53,15 @@ class Mesh:
         pipeline, replica = divmod(rest, replicas)
         return MeshCoordinate(pipeline, replica, shard, tensor)
 
-    def rank_of(self, place: MeshCoordinate) -> int:
+    def rank_of(self, coordinate: MeshCoordinate) -> int:
         _, replicas, shards, tensors = self.sizes
-        return ((place.pipeline * replicas + place.replica) * shards + place.shard) * tensors + place.tensor
+        return (
+            (coordinate.pipeline * replicas + coordinate.replica) * shards + coordinate.shard
+        ) * tensors + coordinate.tensor
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ on ``axes`` alone, in order of their first rank."""
-        return self.partition(lambda place: tuple(getattr(place, axis) for axis in AXES if axis not in axes))
+        return self.partition(lambda coordinate: tuple(getattr(coordinate, axis) for axis in AXES if axis not in axes))
 
     def partition(self, key: Callable[[MeshCoordinate], Hashable]) -> tuple[tuple[int, ...], ...]:
         """All ranks, grouped by key, in order of their first rank."""
@@ -73,9 +75,9 @@ class Mesh:
         """Replicas in one replica group, which sum gradients in every step."""
         return self.sizes[1] // self.num_replica_groups
 
-    def replica_group(self, place: MeshCoordinate) -> int:
+    def replica_group(self, coordinate: MeshCoordinate) -> int:
         """The index of the replica group that a rank belongs to."""
-        return place.replica // self.replicas_per_group
+        return coordinate.replica // self.replicas_per_group
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that ``rank`` shares ``axes`` with, itself included."""

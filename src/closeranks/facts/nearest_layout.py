@@ -1,8 +1,8 @@
 """Finds the legal layout nearest to an illegal one, for the same number of ranks.
 
 An error that only refuses leaves the arithmetic to the user; this does it. Invariant: the result is legal, has exactly
-the requested number of ranks, and is a pure function of layout, demands and that number; a legal layout of that many
-ranks is its own nearest.
+the requested number of ranks, and is a pure function of layout, constraints and that number; a legal layout of that
+many ranks is its own nearest.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, diviso
 _PLAIN = "1f1b"
 
 
-def nearest_legal(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> Layout | None:
+def nearest_legal(layout: Layout, constraints: LayoutConstraints, num_ranks: int) -> Layout | None:
     """The legal layout of ``num_ranks`` ranks that changes least; None where no layout of that many is legal."""
-    return next(iter(nearest_first(layout, demands, num_ranks)), None)
+    return next(iter(nearest_first(layout, constraints, num_ranks)), None)
 
 
-def nearest_first(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> list[Layout]:
+def nearest_first(layout: Layout, constraints: LayoutConstraints, num_ranks: int) -> list[Layout]:
     """All legal layouts of ``num_ranks`` ranks with this ZeRO stage, those that change least first.
 
     Tensor and pipeline weigh most, by how often their size is doubled or halved; then the schedule, the ZeRO stage and
     its shards; then the data axis. Context and expert are 1: this version supports the other axes only.
     """
-    found = [near for near in _candidates(layout, num_ranks) if not legal_problems(near, demands)]
+    found = [near for near in _candidates(layout, num_ranks) if not legal_problems(near, constraints)]
     return sorted(found, key=lambda near: _distance(near, layout))
 
 
-def nearest_layout_hint(layout: Layout, demands: LayoutConstraints, num_ranks: int) -> str:
+def nearest_layout_hint(layout: Layout, constraints: LayoutConstraints, num_ranks: int) -> str:
     """The hint at the end of an error; empty where an axis of size 0 makes distances meaningless."""
     if num_ranks < 1:
         return ""
-    near = nearest_legal(layout, demands, num_ranks)
+    near = nearest_legal(layout, constraints, num_ranks)
     if near is None:
         return f"No layout of {pluralize(num_ranks, 'rank')} is legal for this model and batch."
     # A layout's text omits defaults: a default schedule that replaced another one must be named all the same.

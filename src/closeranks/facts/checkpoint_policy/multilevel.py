@@ -47,7 +47,7 @@ def best_multilevel_schedule(levels: Sequence[CheckpointLevel], copy_s: float = 
     ``copy_s`` is the cost of any save, wherever it goes; a level's own stall comes on top.
     """
     *nearer, last = levels
-    alone = _nested([_catching(levels, last.stall_s + copy_s)], (1,))
+    alone = _nested([_covering_all(levels, last.stall_s + copy_s)], (1,))
     if not nearer:
         return alone
     both = _both(levels, copy_s)
@@ -55,7 +55,7 @@ def best_multilevel_schedule(levels: Sequence[CheckpointLevel], copy_s: float = 
     ratio = ratio if math.isfinite(ratio) else 1.0  # a level without failures of its own is saved as often as the other
     found = [_nested(both, (1, every)) for every in range(math.floor(ratio), math.ceil(ratio) + 1)]
     dropping = replace(alone, dropped=tuple(level.name for level in nearer))
-    return min(*found, dropping, key=lambda nesting: nesting.waste)
+    return min(*found, dropping, key=lambda schedule: schedule.waste)
 
 
 def waste_at(levels: Sequence[CheckpointLevel], period_s: float, copy_s: float = 0.0) -> float:
@@ -67,10 +67,10 @@ def waste_at(levels: Sequence[CheckpointLevel], period_s: float, copy_s: float =
 def _both(levels: Sequence[CheckpointLevel], copy_s: float) -> list[CheckpointLevel]:
     """Each level with its own failures; every save goes to the first."""
     first, last = levels
-    return [_catching([first], first.stall_s + copy_s), _catching([last], last.stall_s)]
+    return [_covering_all([first], first.stall_s + copy_s), _covering_all([last], last.stall_s)]
 
 
-def _catching(levels: Sequence[CheckpointLevel], stall_s: float) -> CheckpointLevel:
+def _covering_all(levels: Sequence[CheckpointLevel], stall_s: float) -> CheckpointLevel:
     """The last level, which covers the failures of all."""
     rate = sum(level.rate for level in levels)
     return replace(levels[-1], mtbf_s=1 / rate if rate else math.inf, stall_s=stall_s)

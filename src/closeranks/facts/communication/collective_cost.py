@@ -3,8 +3,8 @@
 The model is the usual one of latency and bandwidth (alpha and beta; gamma for the reduction): a message of n bytes
 takes ``latency_s + n / bytes_per_s``. Inside a host every rank has a link of its own. Between hosts the link is the
 *host's*, all its network cards together: messages that leave a host in the same round share it. A round lasts as long
-as its slowest message. Invariant: figures follow from the rounds of ``facts.rounds`` alone, so formulas and counts
-cannot disagree.
+as its slowest message. Invariant: figures follow from the rounds of ``collective_algorithms`` alone, so formulas and
+counts cannot disagree.
 
 For p ranks on one host, of an all-reduce of n bytes, with a = latency, b = 1 / rate, p' the largest power of two in p,
 d = floor(log2 p), the depth of the tree:

@@ -42,10 +42,10 @@ class CollectiveVolume:
     @property
     def sent_bytes(self) -> int:
         """A ring all-reduce sends every byte but a rank's own share twice, the others once."""
-        share = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(self.operation)
-        if share is None:
+        parameters = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(self.operation)
+        if parameters is None:
             return self.payload_bytes
-        return share * (self.num_ranks - 1) * self.payload_bytes // self.num_ranks
+        return parameters * (self.num_ranks - 1) * self.payload_bytes // self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +69,49 @@ class ActivationTraffic:
 
 
 def comm_volumes(
-    share: RankParameters, layout: Layout, terms: CostSettings, flow: ActivationTraffic | None = None
+    parameters: RankParameters, layout: Layout, settings: CostSettings, traffic: ActivationTraffic | None = None
 ) -> tuple[CollectiveVolume, ...]:
-    """Everything that one rank with these weights sends in a step; without ``flow``, only the traffic of the state."""
-    rows = [*_of_state(share, layout, terms), *_of_parts(share, layout, terms)]
-    if flow is not None:
-        rows += [*_of_tensor(share.stages, layout, terms, flow), *_of_pipeline(share.stages, layout, terms, flow)]
-    if terms.num_statistics:  # plus one: the number of micro-batches they cover
-        size = (terms.num_statistics + 1) * _FLOAT64
+    """Everything that one rank with these weights sends in a step; without ``traffic``, only the traffic of the
+    state."""
+    rows = [*_of_state(parameters, layout, settings), *_of_parts(parameters, layout, settings)]
+    if traffic is not None:
+        rows += [
+            *_of_tensor(parameters.stages, layout, settings, traffic),
+            *_of_pipeline(parameters.stages, layout, settings, traffic),
+        ]
+    if settings.num_statistics:  # plus one: the number of micro-batches they cover
+        size = (settings.num_statistics + 1) * _FLOAT64
         rows.append(CollectiveVolume("data", "batch norm statistics", "all-reduce", layout.data, 1, size))
-    used = 1 + num_values(terms.num_trained, layout.num_ranks) if terms.num_trained else 0
-    vote = (_VOTES + terms.num_metrics + used) * _FLOAT64
+    used = 1 + num_values(settings.num_trained, layout.num_ranks) if settings.num_trained else 0
+    vote = (_VOTES + settings.num_metrics + used) * _FLOAT64
     rows.append(CollectiveVolume("world", "the vote", "all-reduce", layout.num_ranks, 1, vote))
     return tuple(row for row in rows if row.num_ranks > 1 and row.calls)
 
 
-def _of_state(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
+def _of_state(parameters: RankParameters, layout: Layout, settings: CostSettings) -> Iterator[CollectiveVolume]:
     """Gradients and weights on the data axis."""
     if layout.zero == 3:
-        yield from _of_units(share, layout, terms)
+        yield from _of_units(parameters, layout, settings)
         return
     _, replicas, shards, _ = Mesh(layout).sizes
-    plan = share.buckets
-    num_bytes = sum(bucket.numel for bucket in plan) * element_bytes(terms.precision).state
+    plan = parameters.buckets
+    num_bytes = sum(bucket.numel for bucket in plan) * element_bytes(settings.precision).state
     if layout.zero == 0:
         yield CollectiveVolume("data", "gradients", "all-reduce", layout.data, len(plan), num_bytes)
         return
-    is_each = layout.zero == 2 and resolve_hold(terms.hold, layout) == "shards"
-    times = terms.num_micro if is_each else 1
+    is_each = layout.zero == 2 and resolve_hold(settings.hold, layout) == "shards"
+    times = settings.num_micro if is_each else 1
     yield CollectiveVolume("shard", "gradients", "reduce-scatter", shards, times * len(plan), times * num_bytes)
     yield CollectiveVolume("replica", "slices of gradients", "all-reduce", replicas, len(plan), num_bytes // shards)
     yield CollectiveVolume("shard", "weights", "all-gather", shards, len(plan), num_bytes)
 
 
-def _of_units(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
+def _of_units(parameters: RankParameters, layout: Layout, settings: CostSettings) -> Iterator[CollectiveVolume]:
     """ZeRO-3: units are gathered in forward and, where they were freed, again in backward. Replicas are summed once."""
-    w, (_, replicas, shards, _) = element_bytes(terms.precision), Mesh(layout).sizes
-    units = share.units
-    is_step = resolve_hold(terms.hold, layout) == "step"
-    times = 1 if is_step else terms.num_micro
+    w, (_, replicas, shards, _) = element_bytes(settings.precision), Mesh(layout).sizes
+    units = parameters.units
+    is_step = resolve_hold(settings.hold, layout) == "step"
+    times = 1 if is_step else settings.num_micro
     gathers = [times * (2 if unit.is_freed and not is_step else 1) for unit in units]
     sizes = [unit.padded_numel * (w.wire if unit.is_block else w.state) for unit in units]
     gathered = sum(count * size for count, size in zip(gathers, sizes, strict=True))
@@ -117,43 +121,43 @@ def _of_units(share: RankParameters, layout: Layout, terms: CostSettings) -> Ite
     yield CollectiveVolume("replica", "rows of gradients", "all-reduce", replicas, len(units), whole // shards)
 
 
-def _of_parts(share: RankParameters, layout: Layout, terms: CostSettings) -> Iterator[CollectiveVolume]:
+def _of_parts(parameters: RankParameters, layout: Layout, settings: CostSettings) -> Iterator[CollectiveVolume]:
     """Partial gradients, which are summed over other axes too: one call per axis, on this rank's part after the data
     reduction."""
-    width = element_bytes(terms.precision).state
+    width = element_bytes(settings.precision).state
     for axis, what, num_ranks in (
         ("tensor", "gradients of norms", layout.tensor),
         ("pipeline", "gradients of tied weights", 2),
     ):
-        size = _left_of(axis, share, layout)
+        size = _left_of(axis, parameters, layout)
         if size:
             yield CollectiveVolume(
                 "tensor" if axis == "tensor" else "pipeline", what, "all-reduce", num_ranks, 1, size * width
             )
 
 
-def _left_of(axis: str, share: RankParameters, layout: Layout) -> int:
+def _left_of(axis: str, parameters: RankParameters, layout: Layout) -> int:
     """Elements of the gradients that are still to be summed over an axis, in the form the reducer keeps them."""
-    concerned = {item.name: item.numel for item in share.items if axis in item.reduce_axes}
+    concerned = {item.name: item.numel for item in parameters.items if axis in item.reduce_axes}
     if layout.zero == 3:
         num_shards = Mesh(layout).sizes[2]
-        parts = (weight for weight in share.weights if weight.name in concerned)
+        parts = (weight for weight in parameters.weights if weight.name in concerned)
         return sum(shard_numel(weight, layout.tensor, num_shards) for weight in parts)
-    if not share.buckets:
+    if not parameters.buckets:
         return sum(concerned.values())
-    return sum(bucket.numel for bucket in share.buckets if axis in bucket.reduce_axes) // Mesh(layout).sizes[2]
+    return sum(bucket.numel for bucket in parameters.buckets if axis in bucket.reduce_axes) // Mesh(layout).sizes[2]
 
 
 def _of_tensor(
-    stages: Sequence[StageUnits], layout: Layout, terms: CostSettings, flow: ActivationTraffic
+    stages: Sequence[StageUnits], layout: Layout, settings: CostSettings, traffic: ActivationTraffic
 ) -> Iterator[CollectiveVolume]:
     """Sequence parallel: inputs of products are all-gathered, outputs reduce-scattered; in backward the same
     collectives with the roles exchanged."""
-    w, size = flow.element_bytes, flow.num_tokens * flow.dim
+    w, size = traffic.element_bytes, traffic.num_tokens * traffic.dim
     num_blocks = sum(unit.is_block for stage in stages for unit in stage.units)
     num_firsts = sum(stage.number == 0 for stage in stages)
     num_lasts = sum(stage.number == layout.num_stages - 1 for stage in stages)
-    again = flow.repeats_collectives
+    again = traffic.repeats_collectives
     entries, exits = 2 * num_blocks, 2 * num_blocks
     # Looked-up rows have the dtype of weights; recomputing a block stops before its last reduce-scatter.
     gathers = ((1 + again) * entries, w.stream), (exits, w.compute), (num_firsts, w.state), (num_lasts, w.stream)
@@ -163,22 +167,22 @@ def _of_tensor(
         (num_firsts, w.state),
         (num_lasts, w.stream),
     )
-    ways: tuple[tuple[Operation, tuple[tuple[int, int], ...]], ...] = (
+    operations: tuple[tuple[Operation, tuple[tuple[int, int], ...]], ...] = (
         ("all-gather", gathers),
         ("reduce-scatter", scatters),
     )
-    for operation, rows in ways:
-        calls = terms.num_micro * sum(count for count, _ in rows)
-        payload = terms.num_micro * size * sum(count * width for count, width in rows)
+    for operation, rows in operations:
+        calls = settings.num_micro * sum(count for count, _ in rows)
+        payload = settings.num_micro * size * sum(count * width for count, width in rows)
         yield CollectiveVolume("tensor", "hidden states", operation, layout.tensor, calls, payload)
-    loss = terms.num_micro * num_lasts
+    loss = settings.num_micro * num_lasts
     yield CollectiveVolume(
-        "tensor", "the loss", "all-reduce", layout.tensor, 2 * loss, loss * 3 * flow.num_tokens * w.state
+        "tensor", "the loss", "all-reduce", layout.tensor, 2 * loss, loss * 3 * traffic.num_tokens * w.state
     )
 
 
 def _of_pipeline(
-    stages: Sequence[StageUnits], layout: Layout, terms: CostSettings, flow: ActivationTraffic
+    stages: Sequence[StageUnits], layout: Layout, settings: CostSettings, traffic: ActivationTraffic
 ) -> Iterator[CollectiveVolume]:
     """Hidden states to the next stage, gradients to the previous one, wherever that is on another rank."""
     if layout.pipeline == 1:
@@ -186,7 +190,7 @@ def _of_pipeline(
     here = {stage.number for stage in stages}
     num_down = sum(number + 1 not in here and number < layout.num_stages - 1 for number in here)
     num_up = sum(number - 1 not in here and number > 0 for number in here)
-    hidden = flow.num_tokens // layout.tensor * flow.dim * flow.element_bytes.stream
+    hidden = traffic.num_tokens // layout.tensor * traffic.dim * traffic.element_bytes.stream
     for what, count in (("hidden states", num_down), ("gradients of hidden states", num_up)):
-        calls = terms.num_micro * count
+        calls = settings.num_micro * count
         yield CollectiveVolume("pipeline", what, "send", layout.pipeline, calls, calls * hidden)

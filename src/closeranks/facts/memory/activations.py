@@ -1,10 +1,11 @@
 """Activation memory of a Llama: the bytes that a forward keeps for its backward.
 
-Counted tensor by tensor from what ``models.decoder`` makes autograd save when a fused kernel computes attention
+Counted tensor by tensor from what ``models.llama.model`` makes autograd save when a fused kernel computes attention
 (queries, keys, values, output and a row of sums). Compiled, norms and the loss save their inputs and no float32
 intermediates: backward recomputes those. (In float64 runs read float64 for float32 throughout.) It is still an
 estimate: allocators round up, kernels take workspace. Invariant: everything that grows with the micro-batch is counted
-here, as what is kept per micro-batch in flight (``saved``) or as what one backward needs on top (``working``).
+here, as what is kept per micro-batch in flight (``..._saved_bytes``) or as what one backward needs on top
+(``..._working_bytes``).
 """
 
 from __future__ import annotations
@@ -46,104 +47,104 @@ class ActivationSettings:
         return -(-self.num_tokens // self.tensor)
 
 
-def block_saved_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
+def block_saved_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
     """What one block keeps of one micro-batch until its backward."""
-    if passage.recompute == "none":
-        return _block_whole(shape, passage)
-    kept = element_bytes(passage.precision).stream * passage.tokens_per_rank * shape.dim
-    return kept + (_block_chosen(shape, passage) if passage.recompute == "selective" else 0)
+    if settings.recompute == "none":
+        return _block_whole(shape, settings)
+    kept = element_bytes(settings.precision).stream * settings.tokens_per_rank * shape.dim
+    return kept + (_block_chosen(shape, settings) if settings.recompute == "selective" else 0)
 
 
-def block_working_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
+def block_working_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
     """What one block's backward needs beyond what was saved: with recompute, the activations of one block at a time."""
-    if passage.recompute == "none":
+    if settings.recompute == "none":
         return 0
-    return max(0, _block_whole(shape, passage) - block_saved_bytes(shape, passage))
+    return max(0, _block_whole(shape, settings) - block_saved_bytes(shape, settings))
 
 
-def _block_whole(shape: LlamaShape, passage: ActivationSettings) -> int:
-    w = element_bytes(passage.precision)
-    norms = _NUM_NORMS * _norm_saved(shape, passage)
+def _block_whole(shape: LlamaShape, settings: ActivationSettings) -> int:
+    w = element_bytes(settings.precision)
+    norms = _NUM_NORMS * _norm_saved(shape, settings)
     # The inputs of products are all-gathered: the only activations in a block that the tensor axis does not split. In
     # fp16 each product casts a copy of its own, otherwise they share one.
     copies = _NUM_READERS if w.compute != w.stream else _NUM_NORMS
-    read = copies * passage.num_tokens * shape.dim * w.compute
+    read = copies * settings.num_tokens * shape.dim * w.compute
     heads = 2 * shape.dim + 2 * _kv_dim(shape)
-    num_wide = 3 if passage.is_compiled else 4  # gate, up, their product; eager, the activated gate too
-    within = passage.num_tokens * (heads + num_wide * shape.ffn_dim) * w.compute // passage.tensor
+    num_wide = 3 if settings.is_compiled else 4  # gate, up, their product; eager, the activated gate too
+    within = settings.num_tokens * (heads + num_wide * shape.ffn_dim) * w.compute // settings.tensor
     # With tensor parallelism each rank draws the dropout mask of the whole sequence and keeps it as factors.
-    mask = passage.num_tokens * shape.dim * (1 if passage.tensor == 1 else w.compute)
-    masks = 2 * mask if passage.dropout else 0
-    return norms + read + within + _row_sums(shape, passage) + masks
+    mask = settings.num_tokens * shape.dim * (1 if settings.tensor == 1 else w.compute)
+    masks = 2 * mask if settings.dropout else 0
+    return norms + read + within + _row_sums(shape, settings) + masks
 
 
-def _block_chosen(shape: LlamaShape, passage: ActivationSettings) -> int:
+def _block_chosen(shape: LlamaShape, settings: ActivationSettings) -> int:
     """What selective recompute keeps: the results of operations, where a plain backward keeps inputs of products."""
-    w, chosen = element_bytes(passage.precision), 0
-    if "matmul" in passage.keep:
+    w, chosen = element_bytes(settings.precision), 0
+    if "matmul" in settings.keep:
         split = shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim
         # What goes back into the residual stream is still a partial sum over the tensor axis, so it is not split. The
         # compiler drops the second of them, which has no reader.
-        num_back = 1 if passage.is_compiled else 2
-        chosen += passage.num_tokens * (split // passage.tensor + num_back * shape.dim) * w.compute
-    if "attention" in passage.keep:
-        chosen += passage.num_tokens * shape.dim * w.compute // passage.tensor + _row_sums(shape, passage)
-    if "collective" in passage.keep and passage.tensor > 1:
-        gathered = passage.num_tokens * w.stream
-        chosen += _NUM_NORMS * shape.dim * (gathered + passage.tokens_per_rank * w.compute)
+        num_back = 1 if settings.is_compiled else 2
+        chosen += settings.num_tokens * (split // settings.tensor + num_back * shape.dim) * w.compute
+    if "attention" in settings.keep:
+        chosen += settings.num_tokens * shape.dim * w.compute // settings.tensor + _row_sums(shape, settings)
+    if "collective" in settings.keep and settings.tensor > 1:
+        gathered = settings.num_tokens * w.stream
+        chosen += _NUM_NORMS * shape.dim * (gathered + settings.tokens_per_rank * w.compute)
     return chosen
 
 
-def _norm_saved(shape: LlamaShape, passage: ActivationSettings) -> int:
+def _norm_saved(shape: LlamaShape, settings: ActivationSettings) -> int:
     """A norm's input and its scaled copy, both float32, and one number per token; compiled, the input unconverted."""
-    if passage.is_compiled:
-        return passage.tokens_per_rank * shape.dim * element_bytes(passage.precision).stream
-    return passage.tokens_per_rank * (2 * shape.dim + 1) * element_bytes(passage.precision).state
+    if settings.is_compiled:
+        return settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).stream
+    return settings.tokens_per_rank * (2 * shape.dim + 1) * element_bytes(settings.precision).state
 
 
-def _row_sums(shape: LlamaShape, passage: ActivationSettings) -> int:
-    return passage.num_tokens * shape.num_heads * element_bytes(passage.precision).state // passage.tensor
+def _row_sums(shape: LlamaShape, settings: ActivationSettings) -> int:
+    return settings.num_tokens * shape.num_heads * element_bytes(settings.precision).state // settings.tensor
 
 
 def _kv_dim(shape: LlamaShape) -> int:
     return shape.num_kv_heads * shape.head_dim
 
 
-def embedding_saved_bytes(passage: ActivationSettings) -> int:
+def embedding_saved_bytes(settings: ActivationSettings) -> int:
     """What the embedding keeps: the token ids."""
-    return passage.num_tokens * _TOKEN_ID
+    return settings.num_tokens * _TOKEN_ID
 
 
-def head_saved_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
+def head_saved_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
     """What the last norm, the output projection and the loss keep.
 
     Of the whole vocabulary the loss keeps float32 log-probabilities; of a shard of it, or compiled, the logits in their
     own dtype.
     """
-    w = element_bytes(passage.precision)
-    read = passage.num_tokens * shape.dim * w.compute
-    width = w.state if passage.tensor == 1 and not passage.is_compiled else w.compute
-    logits = passage.num_tokens * shape.vocab_size * width // passage.tensor
-    sums = passage.num_tokens * w.state if passage.tensor > 1 else 0
-    return _norm_saved(shape, passage) + read + logits + sums + passage.num_tokens * _TOKEN_ID
+    w = element_bytes(settings.precision)
+    read = settings.num_tokens * shape.dim * w.compute
+    width = w.state if settings.tensor == 1 and not settings.is_compiled else w.compute
+    logits = settings.num_tokens * shape.vocab_size * width // settings.tensor
+    sums = settings.num_tokens * w.state if settings.tensor > 1 else 0
+    return _norm_saved(shape, settings) + read + logits + sums + settings.num_tokens * _TOKEN_ID
 
 
-def head_working_bytes(shape: LlamaShape, passage: ActivationSettings) -> int:
+def head_working_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
     """The gradient of the logits: in float32, with half precision also a half-precision copy, beside the logits; the
     loss of a sharded vocabulary has one more float32 copy. Compiled, only the gradient in its final dtype."""
-    w = element_bytes(passage.precision)
-    if passage.is_compiled:
-        return passage.num_tokens * shape.vocab_size * w.compute // passage.tensor
-    width = w.state * (1 if passage.tensor == 1 else 2) + (2 * w.compute if w.is_half else 0)
-    return passage.num_tokens * shape.vocab_size * width // passage.tensor
+    w = element_bytes(settings.precision)
+    if settings.is_compiled:
+        return settings.num_tokens * shape.vocab_size * w.compute // settings.tensor
+    width = w.state * (1 if settings.tensor == 1 else 2) + (2 * w.compute if w.is_half else 0)
+    return settings.num_tokens * shape.vocab_size * width // settings.tensor
 
 
-def weight_cast_bytes(stage: LlamaStage, passage: ActivationSettings) -> int:
+def weight_cast_bytes(stage: LlamaStage, settings: ActivationSettings) -> int:
     """Half-precision copies of weights, which backward reads; recomputed blocks cast them again."""
-    w = element_bytes(passage.precision)
+    w = element_bytes(settings.precision)
     if not w.is_half:
         return 0
-    in_blocks = stage.num_block_params if passage.recompute == "none" else 0
+    in_blocks = stage.num_block_params if settings.recompute == "none" else 0
     return (in_blocks + stage.num_head_params) * w.compute
 
 
@@ -162,25 +163,25 @@ class LlamaStage:
 
 
 def activation_memory(
-    shape: LlamaShape, passage: ActivationSettings, stages: Sequence[LlamaStage], *, is_pipeline: bool
+    shape: LlamaShape, settings: ActivationSettings, stages: Sequence[LlamaStage], *, is_pipeline: bool
 ) -> tuple[NamedBytes, ...]:
     """Everything that one rank keeps of its micro-batches at the peak, by name, without empty parts."""
-    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, passage)
-    ends = sum(s.in_flight * embedding_saved_bytes(passage) for s in stages if s.is_first)
-    ends += sum(s.in_flight * head_saved_bytes(shape, passage) for s in stages if s.is_last)
-    hidden = passage.tokens_per_rank * shape.dim * element_bytes(passage.precision).stream
+    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, settings)
+    ends = sum(s.in_flight * embedding_saved_bytes(settings) for s in stages if s.is_first)
+    ends += sum(s.in_flight * head_saved_bytes(shape, settings) for s in stages if s.is_last)
+    hidden = settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).stream
     # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
     # arrives.
-    crossing = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
+    boundaries = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
     # Blocks are recomputed after the logits are freed: only the larger of the two counts.
-    logits = head_working_bytes(shape, passage) if any(s.is_last for s in stages) else 0
-    again = block_working_bytes(shape, passage) if any(s.num_blocks for s in stages) else 0
+    logits = head_working_bytes(shape, settings) if any(s.is_last for s in stages) else 0
+    again = block_working_bytes(shape, settings) if any(s.num_blocks for s in stages) else 0
     parts = (
         NamedBytes("activations of blocks", blocks),
         NamedBytes("activations of embedding, head and loss", ends),
         NamedBytes("logits and their gradient", logits if logits >= again else 0),
         NamedBytes("one block computed again", again if again > logits else 0),
-        NamedBytes("weights cast for products", sum(s.in_flight * weight_cast_bytes(s, passage) for s in stages)),
-        NamedBytes("hidden states at the ends of stages", crossing),
+        NamedBytes("weights cast for products", sum(s.in_flight * weight_cast_bytes(s, settings) for s in stages)),
+        NamedBytes("hidden states at the ends of stages", boundaries),
     )
     return tuple(part for part in parts if part.num_bytes)

@@ -1,7 +1,8 @@
 """The FSDP units of ZeRO-3: what is gathered in one call, and which rows of it a rank keeps.
 
-Units are those that ``parallel.zero`` chooses; rows are divided as FSDP2 and ``torch.chunk`` divide them. Invariant:
-the rows of all ranks of the shard axis make up the weight; padding to equal shards is communicated but never kept.
+Units are those that ``parallel.fully_shard`` chooses; rows are divided as FSDP2 and ``torch.chunk`` divide them.
+Invariant: the rows of all ranks of the shard axis make up the weight; padding to equal shards is communicated but never
+kept.
 """
 
 from __future__ import annotations
@@ -63,5 +64,5 @@ def _alone(units: Sequence[ModelUnit], tensor: int) -> list[ModelUnit]:
 def shard_numel(weight: ParameterInfo, tensor: int, num_shards: int, shard: int = 0) -> int:
     """Elements of a weight that a rank of the shard axis keeps: whole rows; the last ranks may have fewer or none."""
     rows = weight.rows(tensor)
-    share = -(-rows // num_shards)
-    return max(0, min(share, rows - share * shard)) * (weight.numel(tensor) // rows)
+    parameters = -(-rows // num_shards)
+    return max(0, min(parameters, rows - parameters * shard)) * (weight.numel(tensor) // rows)

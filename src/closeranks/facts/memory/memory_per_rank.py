@@ -3,7 +3,7 @@
 The tensor axis shards weights, the pipeline axis divides units into stages, and ZeRO shards the rest over the shard
 axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariants: weights and optimizer state add
 up over the ranks to the whole model, apart from replicas and tied copies; everything else that a step needs for longer
-than one operation is a buffer with a name. For activations see ``facts.activations``.
+than one operation is a buffer with a name. For activations see ``facts.memory.activations``.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def resolve_hold(hold: str, layout: Layout) -> Hold:
     return "step" if layout.pipeline > 1 else "shards"
 
 
-def stages_per_rank(anatomy: ModelStructure, layout: Layout) -> tuple[tuple[StageUnits, ...], ...]:
+def stages_per_rank(structure: ModelStructure, layout: Layout) -> tuple[tuple[StageUnits, ...], ...]:
     """The stages of every pipeline rank."""
     if layout.pipeline == 1:
-        return ((StageUnits(0, anatomy.units),),)
-    ranges = balance_stages(tuple(unit.cost for unit in anatomy.units), layout.num_stages)
+        return ((StageUnits(0, structure.units),),)
+    ranges = balance_stages(tuple(unit.cost for unit in structure.units), layout.num_stages)
     return tuple(
-        tuple(StageUnits(number, anatomy.units[slice(*ranges[number])]) for number in own)
+        tuple(StageUnits(number, structure.units[slice(*ranges[number])]) for number in own)
         for own in stage_placement(layout.schedule, layout.pipeline)
     )
 
@@ -158,7 +158,7 @@ class RankParameters:
 
 
 def rank_parameters(
-    stages: tuple[StageUnits, ...], shared: Collection[str], layout: Layout, terms: CostSettings
+    stages: tuple[StageUnits, ...], shared: Collection[str], layout: Layout, settings: CostSettings
 ) -> RankParameters:
     """``shared``: the weights of which other pipeline ranks hold a copy (``tied_across_ranks``)."""
     items = _items(stages, shared, layout.tensor)
@@ -169,7 +169,7 @@ def rank_parameters(
         return RankParameters(stages, weights, items, (), units)
     if layout.data == 1 and layout.zero == 0:
         return RankParameters(stages, weights, items, ())
-    plan = terms.buckets(items, num_shards=num_shards, element_bytes=element_bytes(terms.precision).state)
+    plan = settings.buckets(items, num_shards=num_shards, element_bytes=element_bytes(settings.precision).state)
     return RankParameters(stages, weights, items, tuple(plan))
 
 
@@ -186,49 +186,49 @@ def _items(stages: Sequence[StageUnits], shared: Collection[str], tensor: int) -
     return tuple(items.values())
 
 
-def tied_across_ranks(everywhere: Sequence[Sequence[StageUnits]]) -> frozenset[str]:
+def tied_across_ranks(stages_by_rank: Sequence[Sequence[StageUnits]]) -> frozenset[str]:
     """Weights that more than one pipeline rank holds: tied weights whose users are on different ranks."""
     found: Counter[str] = Counter()
-    for stages in everywhere:
+    for stages in stages_by_rank:
         found.update({weight.name for stage in stages for unit in stage.units for weight in unit.weights})
     return frozenset(name for name, count in found.items() if count > 1)
 
 
-def rank_memory(share: RankParameters, layout: Layout, terms: CostSettings, shard: int = 0) -> RankMemory:
+def rank_memory(parameters: RankParameters, layout: Layout, settings: CostSettings, shard: int = 0) -> RankMemory:
     """The memory of a rank with these weights at coordinate ``shard`` of the shard axis. The first holds the most:
     where rows do not divide evenly the last ranks have fewer. Slices of buckets are equal, padding included."""
     if layout.zero == 3:
-        return _fully_sharded(share, layout, terms, shard)
-    return _sharded_in_buckets(share, layout, terms) if layout.zero else _whole(share, layout, terms)
+        return _fully_sharded(parameters, layout, settings, shard)
+    return _sharded_in_buckets(parameters, layout, settings) if layout.zero else _whole(parameters, layout, settings)
 
 
-def _whole(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
+def _whole(parameters: RankParameters, layout: Layout, settings: CostSettings) -> RankMemory:
     """ZeRO 0. Gradients end up in buckets; before the last backward of a step they accumulate elsewhere."""
-    state = share.numel * element_bytes(terms.precision).state
-    accumulates = layout.data > 1 and terms.num_micro > 1
+    state = parameters.numel * element_bytes(settings.precision).state
+    accumulates = layout.data > 1 and settings.num_micro > 1
     buffers = (NamedBytes("gradients of earlier micro-batches", state),) if accumulates else ()
-    return RankMemory(state, state, state * terms.num_state_tensors, buffers)
+    return RankMemory(state, state, state * settings.num_state_tensors, buffers)
 
 
-def _sharded_in_buckets(share: RankParameters, layout: Layout, terms: CostSettings) -> RankMemory:
+def _sharded_in_buckets(parameters: RankParameters, layout: Layout, settings: CostSettings) -> RankMemory:
     """ZeRO 1 and 2: weights are views of padded buckets, and a rank owns a slice of each."""
-    width, num_shards = element_bytes(terms.precision).state, Mesh(layout).sizes[2]
-    whole = share.numel * width
-    padded = sum(bucket.numel for bucket in share.buckets) * width
+    width, num_shards = element_bytes(settings.precision).state, Mesh(layout).sizes[2]
+    whole = parameters.numel * width
+    padded = sum(bucket.numel for bucket in parameters.buckets) * width
     own = padded // num_shards
-    sizes = [bucket.numel * width for bucket in share.buckets]
+    sizes = [bucket.numel * width for bucket in parameters.buckets]
     buffers = [NamedBytes("padding of buckets", padded - whole)]
-    if layout.zero == 1 or resolve_hold(terms.hold, layout) == "step":
+    if layout.zero == 1 or resolve_hold(settings.hold, layout) == "step":
         name, size = ("slices of summed gradients", own) if layout.zero == 1 else ("gradients until summed", whole)
         buffers += [NamedBytes(name, size), NamedBytes("bucket that is being filled", max(sizes))]
     else:
-        travelling = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=terms.num_micro > 1)
-        arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=terms.num_micro > 1) // num_shards
-        buffers += [NamedBytes("gradients in flight", travelling), NamedBytes("slices arriving", arriving)]
+        in_flight = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=settings.num_micro > 1)
+        arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=settings.num_micro > 1) // num_shards
+        buffers += [NamedBytes("gradients in flight", in_flight), NamedBytes("slices arriving", arriving)]
     return RankMemory(
         parameters=whole,
         gradients=whole if layout.zero == 1 else own,
-        optimizer=own * terms.num_state_tensors,
+        optimizer=own * settings.num_state_tensors,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 
@@ -244,18 +244,18 @@ def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int
     return max(sum(row[start : start + length]) for start in range(len(sizes)))
 
 
-def _fully_sharded(share: RankParameters, layout: Layout, terms: CostSettings, shard: int) -> RankMemory:
+def _fully_sharded(parameters: RankParameters, layout: Layout, settings: CostSettings, shard: int) -> RankMemory:
     """ZeRO 3: each rank keeps rows of every weight, and gathers a unit at a time, or a stage for the whole step.
 
     Gathered weights have the weights' dtype; autocast casts them for products, as in every layout.
     """
-    width = element_bytes(terms.precision).state
-    units, num_shards = share.units, Mesh(layout).sizes[2]
+    width = element_bytes(settings.precision).state
+    units, num_shards = parameters.units, Mesh(layout).sizes[2]
     # A tied weight of two stages is sharded in each of them.
-    held = (weight for stage in share.stages for weight in distinct_parameters(stage.units))
+    held = (weight for stage in parameters.stages for weight in distinct_parameters(stage.units))
     own = sum(shard_numel(weight, layout.tensor, num_shards, shard) for weight in held)
-    buffers = list(_gathered(units, terms))
-    if resolve_hold(terms.hold, layout) == "step":
+    buffers = list(_gathered(units, settings))
+    if resolve_hold(settings.hold, layout) == "step":
         whole = sum(unit.padded_numel for unit in units) * width
         buffers = [
             NamedBytes("gathered weights of the stage", whole),
@@ -264,19 +264,19 @@ def _fully_sharded(share: RankParameters, layout: Layout, terms: CostSettings, s
     return RankMemory(
         parameters=own * width,
         gradients=own * width,
-        optimizer=own * width * terms.num_state_tensors,
+        optimizer=own * width * settings.num_state_tensors,
         buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
     )
 
 
-def _gathered(units: Sequence[FsdpUnit], terms: CostSettings) -> Iterator[NamedBytes]:
+def _gathered(units: Sequence[FsdpUnit], settings: CostSettings) -> Iterator[NamedBytes]:
     """What stays gathered from forward to backward, the current unit, the prefetched ones, and gradients of two."""
-    width = element_bytes(terms.precision).state
+    width = element_bytes(settings.precision).state
     freed = sorted((unit.padded_numel for unit in units if unit.is_freed), reverse=True)
     kept = sum(unit.padded_numel for unit in units if not unit.is_freed)
     yield NamedBytes("gathered weights kept from forward to backward", kept * width)
     yield NamedBytes("gathered weights of the unit at work", sum(freed[:1]) * width)
-    yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + terms.prefetch]) * width)
+    yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + settings.prefetch]) * width)
     yield NamedBytes("gradients of a unit, and of one in flight", 2 * max(unit.padded_numel for unit in units) * width)
 
 

@@ -1,7 +1,7 @@
 """Bytes per element of what a rank holds, and the number of state tensors that an optimizer keeps per parameter.
 
 Weights, gradients and optimizer state are float32 under bf16 and fp16 too (autocast casts copies on the fly), so only
-float64 changes their size. ``facts.spread`` and ``facts.activations`` compute the memory of a rank from it.
+float64 changes their size. ``memory_per_rank`` and ``activations`` compute the memory of a rank from it.
 """
 
 from __future__ import annotations

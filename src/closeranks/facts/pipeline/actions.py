@@ -1,7 +1,8 @@
 """The actions of a pipeline schedule, and the dependencies between them.
 
 An action is one stage's work on one micro-batch: ``2F0`` is stage 2, forward, micro-batch 0. Invariant:
-``Action.parse(str(action)) == action``, and ``needs`` names everything that an action waits for, on whatever rank.
+``Action.parse(str(action)) == action``, and ``dependencies`` names everything that an action waits for, on whatever
+rank.
 """
 
 from __future__ import annotations

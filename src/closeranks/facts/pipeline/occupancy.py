@@ -42,22 +42,22 @@ def pipeline_occupancy(pipeline: int, schedule: str, num_micro: int) -> Pipeline
     if schedule == "1f1b":
         rows = tuple({rank: min(num_micro, pipeline - rank)} for rank in range(pipeline))
         return PipelineOccupancy(rows, ideal_bubble(pipeline, num_micro))
-    return _laid_out(pipeline, schedule, num_micro)
+    return _simulated(pipeline, schedule, num_micro)
 
 
 def layout_occupancy(layout: Layout, num_micro: int) -> PipelineOccupancy:
     return pipeline_occupancy(layout.pipeline, layout.schedule, num_micro)
 
 
-def _laid_out(pipeline: int, schedule: str, num_micro: int) -> PipelineOccupancy:
+def _simulated(pipeline: int, schedule: str, num_micro: int) -> PipelineOccupancy:
     rounds = num_micro // pipeline
     is_short = rounds <= _LONG or schedule in _GROWING
     shown = num_micro if is_short else _LONG * pipeline + num_micro % pipeline
     made = schedule_for(schedule, pipeline, shown)
-    laid = timeline(made)
+    simulated = timeline(made)
     # Once the pipeline is full, every further micro-batch adds work and no waiting.
-    idle = sum(laid.idle)
-    busy = (laid.makespan * pipeline - idle) * num_micro / shown
+    idle = sum(simulated.idle)
+    busy = (simulated.makespan * pipeline - idle) * num_micro / shown
     return PipelineOccupancy(tuple(map(peak_by_stage, made.ranks)), idle / (idle + busy))
 
 

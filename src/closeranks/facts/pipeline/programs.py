@@ -72,19 +72,19 @@ def lower(schedule: PipelineSchedule) -> PipelineProgram:
     stages on one rank there is no message: the executor passes the tensor directly.
     """
     validate(schedule)
-    home = {stage: rank for rank, stages in enumerate(schedule.placement) for stage in stages}
+    rank_of = {stage: rank for rank, stages in enumerate(schedule.placement) for stage in stages}
     rows: list[list[PipelineInstruction]] = [[] for _ in schedule.ranks]
     for span in spans_by_end(timeline(schedule)):
-        action, rank = span.action, home[span.action.stage]
+        action, rank = span.action, rank_of[span.action.stage]
         rows[rank].append(PipelineInstruction(action.kind, action.stage, action.micro))
         target = {"F": action.stage + 1, "W": None}.get(action.kind, action.stage - 1)
-        peer = None if target is None else home.get(target)
+        peer = None if target is None else rank_of.get(target)
         if target is not None and peer is not None and peer != rank:
             send, receive = _message(action, target, rank, peer)
             rows[rank].append(send)
             rows[peer].append(receive)
     ranks = tuple(map(tuple, rows))
-    return PipelineProgram(len(home), schedule.num_micro, schedule.name, ranks, schedule.placement)
+    return PipelineProgram(len(rank_of), schedule.num_micro, schedule.name, ranks, schedule.placement)
 
 
 def _message(action: Action, target: int, rank: int, peer: int) -> tuple[PipelineInstruction, PipelineInstruction]:
@@ -108,11 +108,11 @@ def validate(plan: PipelineSchedule | PipelineProgram) -> None:
 
 
 def _wrong_peer(program: PipelineProgram) -> str | None:
-    home = {stage: rank for rank, stages in enumerate(program.placement) for stage in stages}
+    rank_of = {stage: rank for rank, stages in enumerate(program.placement) for stage in stages}
     for rank, row in enumerate(program.ranks):
         for instruction in row:
             direction = _DIRECTIONS.get(instruction.kind)
-            peer = None if direction is None else home[instruction.stage + direction]
+            peer = None if direction is None else rank_of[instruction.stage + direction]
             if instruction.peer != peer:
                 return f"rank {rank} has {instruction} with rank {instruction.peer}, but its other end is rank {peer}"
     return None

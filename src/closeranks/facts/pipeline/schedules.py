@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank processes its stages' micro-batches.
 
 A schedule is data: a list of actions per rank. The orders are the published ones; a zero-bubble schedule is given as
-the order of its forwards and input gradients, and weight gradients then fill the waits (``facts.filling``). Invariant:
+the order of its forwards and input gradients, and weight gradients then fill the waits (``zero_bubble``). Invariant:
 every schedule made here is valid for every number of ranks and micro-batches, and each stage takes its micro-batches
 in ascending order, so that gradients are summed in the order in which one process sums them.
 """

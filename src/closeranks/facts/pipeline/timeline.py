@@ -62,7 +62,7 @@ class Timeline:
 
 def timeline(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Timeline:
     """Starts every action as early as the order allows; raises where the order deadlocks."""
-    prices, num_stages = costs or ActionCosts(), schedule.num_stages
+    action_costs, num_stages = costs or ActionCosts(), schedule.num_stages
     ends: dict[Action, float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in schedule.ranks]
     while True:
@@ -73,7 +73,7 @@ def timeline(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Ti
                 if not all(need in ends for need in required):
                     break
                 start = max([ends[need] for need in required] + [row[-1].end if row else 0.0])
-                row.append(ActionSpan(action, start, start + prices.of(action.kind)))
+                row.append(ActionSpan(action, start, start + action_costs.of(action.kind)))
                 ends.update(dict.fromkeys(completed_actions(action), row[-1].end))
         if len(ends) == num_before:
             break

@@ -48,7 +48,7 @@ def first_problem(plan: ScheduleLike) -> str | None:
     case = _Case(
         rows=tuple(tuple(ActionText(step.stage, step.kind, step.micro) for step in steps) for steps in plan.ranks),
         stages=plan.placement,
-        home={stage: rank for rank, stages in enumerate(plan.placement) for stage in stages},
+        rank_of={stage: rank for rank, stages in enumerate(plan.placement) for stage in stages},
         num_micro=plan.num_micro,
         is_lowered=plan.is_lowered,
     )
@@ -61,13 +61,13 @@ class _Case:
 
     rows: tuple[tuple[ActionText, ...], ...]
     stages: tuple[tuple[int, ...], ...]
-    home: Mapping[int, int]
+    rank_of: Mapping[int, int]
     num_micro: int
     is_lowered: bool
 
     def sends(self, stage: int, other: int) -> bool:
         """Whether data from one stage to the other is sent as a message."""
-        return self.is_lowered and other in self.home and self.home[other] != self.home[stage]
+        return self.is_lowered and other in self.rank_of and self.rank_of[other] != self.rank_of[stage]
 
 
 def _misplaced(placement: Sequence[Sequence[int]]) -> str | None:
@@ -85,12 +85,12 @@ def _miscounted(case: _Case) -> Iterator[str]:
     for rank, row in enumerate(case.rows):
         counted = Counter(row)
         expected = dict.fromkeys(_expected(case, rank, counted))
-        for word, times in counted.items():
-            if word not in expected:
-                yield f"rank {rank} has {word}, but {_why_foreign(case, rank, word)}"
+        for action, times in counted.items():
+            if action not in expected:
+                yield f"rank {rank} has {action}, but {_why_foreign(case, rank, action)}"
             if times > 1:
-                yield f"rank {rank} has {word} {times} times"
-        yield from (f"rank {rank} lacks {word}" for word in expected if word not in counted)
+                yield f"rank {rank} has {action} {times} times"
+        yield from (f"rank {rank} lacks {action}" for action in expected if action not in counted)
 
 
 def _expected(case: _Case, rank: int, counted: Mapping[ActionText, int]) -> Iterator[ActionText]:
@@ -105,13 +105,13 @@ def _expected(case: _Case, rank: int, counted: Mapping[ActionText, int]) -> Iter
             yield from (ActionText(stage, kind, micro) for kind in kinds)
 
 
-def _why_foreign(case: _Case, rank: int, word: ActionText) -> str:
-    if case.home.get(word.stage) != rank:
-        return f"stage {word.stage} is on rank {case.home.get(word.stage, 'none')}"
-    if word.micro >= case.num_micro:
+def _why_foreign(case: _Case, rank: int, action: ActionText) -> str:
+    if case.rank_of.get(action.stage) != rank:
+        return f"stage {action.stage} is on rank {case.rank_of.get(action.stage, 'none')}"
+    if action.micro >= case.num_micro:
         return f"there are only {case.num_micro} micro-batches"
-    if word.kind in ("I", "W"):
-        return f"{word.stage}B{word.micro} is the whole backward already"
+    if action.kind in ("I", "W"):
+        return f"{action.stage}B{action.micro} is the whole backward already"
     return "there is nothing to send"
 
 
@@ -144,54 +144,54 @@ class _Run:
 
     def awaited(self, rank: int) -> ActionText | None:
         """What the next step of a rank waits for: unfinished work, or the other end of its message."""
-        word = self.head(rank)
-        if word is None:
+        action = self.head(rank)
+        if action is None:
             return None
-        work = self._undone(word)
+        work = self._undone(action)
         if work is not None:
             return work
-        other = _other_end(word)
-        if other is None or (self.head(self.case.home[other.stage]) == other and self._undone(other) is None):
+        other = _other_end(action)
+        if other is None or (self.head(self.case.rank_of[other.stage]) == other and self._undone(other) is None):
             return None
         return other
 
-    def _undone(self, word: ActionText) -> ActionText | None:
-        return next((need for need in _needs(self.case, word) if need not in self.done), None)
+    def _undone(self, action: ActionText) -> ActionText | None:
+        return next((need for need in _needs(self.case, action) if need not in self.done), None)
 
     def move(self, rank: int) -> None:
         """Advance past the next step of a rank and, for a message, past both its ends."""
-        word = self.case.rows[rank][self.at[rank]]
-        other = _other_end(word)
-        for end in (word,) if other is None else (word, other):
-            self.at[self.case.home[end.stage]] += 1
+        action = self.case.rows[rank][self.at[rank]]
+        other = _other_end(action)
+        for end in (action,) if other is None else (action, other):
+            self.at[self.case.rank_of[end.stage]] += 1
             self.done.add(end)
             if end.kind == "B":
                 self.done.update(ActionText(end.stage, part, end.micro) for part in "IW")
 
 
-def _needs(case: _Case, word: ActionText) -> Iterator[ActionText]:
+def _needs(case: _Case, action: ActionText) -> Iterator[ActionText]:
     """All dependencies are on the rank itself, except those on other ranks in a schedule without messages."""
-    stage, micro = word.stage, word.micro
-    if word.kind in ("B", "I", "SEND_F"):
+    stage, micro = action.stage, action.micro
+    if action.kind in ("B", "I", "SEND_F"):
         yield ActionText(stage, "F", micro)
-    if word.kind in ("W", "SEND_B"):
+    if action.kind in ("W", "SEND_B"):
         yield ActionText(stage, "I", micro)
-    if word.kind == "F" and stage - 1 in case.home:
+    if action.kind == "F" and stage - 1 in case.rank_of:
         yield ActionText(stage, "RECV_F", micro) if case.sends(stage, stage - 1) else ActionText(stage - 1, "F", micro)
-    if word.kind in ("B", "I") and stage + 1 in case.home:
+    if action.kind in ("B", "I") and stage + 1 in case.rank_of:
         yield ActionText(stage, "RECV_B", micro) if case.sends(stage, stage + 1) else ActionText(stage + 1, "I", micro)
 
 
-def _other_end(word: ActionText) -> ActionText | None:
-    match word.kind:
+def _other_end(action: ActionText) -> ActionText | None:
+    match action.kind:
         case "SEND_F":
-            return ActionText(word.stage + 1, "RECV_F", word.micro)
+            return ActionText(action.stage + 1, "RECV_F", action.micro)
         case "RECV_F":
-            return ActionText(word.stage - 1, "SEND_F", word.micro)
+            return ActionText(action.stage - 1, "SEND_F", action.micro)
         case "SEND_B":
-            return ActionText(word.stage - 1, "RECV_B", word.micro)
+            return ActionText(action.stage - 1, "RECV_B", action.micro)
         case "RECV_B":
-            return ActionText(word.stage + 1, "SEND_B", word.micro)
+            return ActionText(action.stage + 1, "SEND_B", action.micro)
     return None
 
 
@@ -199,10 +199,10 @@ def _why_stuck(run: _Run) -> str:
     """Describes the deadlock: a step before its own dependency on the same rank, or a cycle of waiting ranks."""
     waits = {rank: need for rank in range(len(run.at)) if (need := run.awaited(rank)) is not None}
     for rank, need in waits.items():
-        if run.case.home[need.stage] == rank:
+        if run.case.rank_of[need.stage] == rank:
             return f"rank {rank} has {run.head(rank)} before {need}, which it needs"
     ring = [min(waits)]
-    while (following := run.case.home[waits[ring[-1]].stage]) not in ring:
+    while (following := run.case.rank_of[waits[ring[-1]].stage]) not in ring:
         ring.append(following)
     ring = ring[ring.index(following) :]
     links = (f"rank {rank} is at {run.head(rank)} and needs {waits[rank]}" for rank in ring)

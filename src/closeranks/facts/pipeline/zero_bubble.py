@@ -56,19 +56,19 @@ class _Worker:
     room: int
     free_at: int = 0
     held: int = 0
-    put_off: deque[Action] = field(default_factory=deque)
+    deferred: deque[Action] = field(default_factory=deque)
     done: list[Action] = field(default_factory=list)
 
     def act(self, now: int, ends: Ends, num_stages: int) -> None:
         """Start the next action if it can start, else a deferred weight gradient if there is one, else nothing."""
         if self.order and self._may(self.order[0], now, ends, num_stages):
             action = self.order.popleft()
-        elif self.put_off:
-            action = self.put_off.popleft()
+        elif self.deferred:
+            action = self.deferred.popleft()
         else:
             return
         if action.kind == "I":
-            self.put_off.append(Action(action.stage, "W", action.micro))
+            self.deferred.append(Action(action.stage, "W", action.micro))
         self.held += (action.kind == "F") - (action.kind in "BW")
         self.free_at = now + ACTION_TIMES[action.kind]
         self.done.append(action)
@@ -77,7 +77,7 @@ class _Worker:
     def _may(self, action: Action, now: int, ends: Ends, num_stages: int) -> bool:
         """A whole backward also waits for its stage's earlier weight gradients, so that they are summed in order."""
         has_room = action.kind != "F" or self.held < self.room
-        is_in_turn = action.kind != "B" or all(weight.stage != action.stage for weight in self.put_off)
+        is_in_turn = action.kind != "B" or all(weight.stage != action.stage for weight in self.deferred)
         return (
             has_room and is_in_turn and all(ends.get(need, now + 1) <= now for need in dependencies(action, num_stages))
         )

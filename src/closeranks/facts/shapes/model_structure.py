@@ -1,8 +1,8 @@
 """The structure of a model, as far as distributing it over ranks needs to know it.
 
 Units in execution order, each with its weights, how those are sharded along the tensor axis, and its share of the work.
-Nothing is built: shapes come from ``facts`` or from a module on the meta device. Invariant: every parameter is listed
-in the unit that owns it; a tied one is listed again in the unit that borrows it, under its first name.
+Nothing is built: shapes come from ``facts.shapes`` or from a module on the meta device. Invariant: every parameter is
+listed in the unit that owns it; a tied one is listed again in the unit that borrows it, under its first name.
 """
 
 from __future__ import annotations
