@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from closeranks.core.protocols import ModelSpec
 from closeranks.core.registry import is_import_path
-from closeranks.models import digits, pairs, user  # noqa: F401  each registers its spec in the catalog
+from closeranks.models import digits, pairs, user  # noqa: F401  each registers its spec in the registry
 from closeranks.models.config import ModelConfig
 from closeranks.models.llama import spec as llama  # noqa: F401
 from closeranks.models.registry import MODELS

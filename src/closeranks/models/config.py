@@ -77,8 +77,8 @@ class LlamaConfig(ConfigTable):
 
     def shape(self) -> LlamaShape:
         """The preset with this table's overrides."""
-        said = {f.name: getattr(self, f.name) for f in fields(LlamaShape)}
-        return replace(PRESETS[self.preset], **{key: value for key, value in said.items() if value is not None})
+        given = {f.name: getattr(self, f.name) for f in fields(LlamaShape)}
+        return replace(PRESETS[self.preset], **{key: value for key, value in given.items() if value is not None})
 
     def layout_constraints(self, *, seq_len: int, global_batch: int, micro_batch: int) -> LayoutConstraints:
         shape = self.shape()

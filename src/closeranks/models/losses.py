@@ -25,8 +25,8 @@ def as_loss(result: Any, num_samples: int, metrics: tuple[str, ...], place: str 
         what = f"{place} returned a loss that depends on no parameter, so nothing would be learned"
         raise ModelError(what, "Compute it from the module's output, without detach(), item() or no_grad().")
     if set(loss.metrics) != set(metrics):
-        said, given = (", ".join(sorted(names)) or "none" for names in (metrics, loss.metrics))
-        what = f"{place} reports the metrics {given}, but model.metrics says {said}"
+        declared, given = (", ".join(sorted(names)) or "none" for names in (metrics, loss.metrics))
+        what = f"{place} reports the metrics {given}, but model.metrics says {declared}"
         raise ModelError(what, "List exactly the names it reports.")
     return loss
 

@@ -27,13 +27,13 @@ from closeranks.models.registry import MODELS
 from closeranks.models.user_pipeline import LossFunction, UserPipelineSpec
 
 # Programming errors. RuntimeError is left out on purpose: out of memory and broken collectives raise it.
-_SLIPS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+_USER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
 class UserSpec:
     """A user's module as a run sees it (``core.protocols.ModelSpec``).
 
-    ``blocks`` and the units of ``chain`` are known once it is built.
+    ``blocks`` and the units of ``pipeline_spec`` are known once it is built.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class UserSpec:
         self._args = dict(args or {})
         self._loss = loss
         self._loss_name = loss_name if loss is not None else f"the loss of {name}"
-        self._chain = self._chain_of(stages) if stages else None
-        self.pipeline_spec: PipelineSpec | None = self._chain
+        self._pipeline_spec = self._make_pipeline_spec(stages) if stages else None
+        self.pipeline_spec: PipelineSpec | None = self._pipeline_spec
 
     def build(self) -> nn.Module:
         """Call the factory. The caller seeds torch first: all ranks must draw the same weights."""
@@ -85,8 +85,8 @@ class UserSpec:
             raise ModelError(what, "Return a torch.nn.Module.")
         _refuse_lazy(self.name, module)
         self.blocks = self.compile_units = find_blocks(module)
-        if self._chain is not None:
-            self._chain.resolve(module)
+        if self._pipeline_spec is not None:
+            self._pipeline_spec.resolve(module)
         return module
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -96,16 +96,16 @@ class UserSpec:
         """Nothing to do: the factory has initialized the buffers."""
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        if self._chain is not None:
-            return self._chain.loss(module, batch)
-        return self._judged(self._loss_of(module), batch)
+        if self._pipeline_spec is not None:
+            return self._pipeline_spec.loss(module, batch)
+        return self._checked_loss(self._loss_of(module), batch)
 
-    def _judged(self, compute: partial[Any], batch: Batch) -> Loss:
+    def _checked_loss(self, compute: partial[Any], batch: Batch) -> Loss:
         try:
             result = compute(batch)
         except CloseranksError:
             raise
-        except _SLIPS as error:
+        except _USER_ERRORS as error:
             line = error_line(error, compute.func)
             found = ", ".join(sorted(batch))
             what = f"{self._loss_name} raised {one_line_error(error)} ({line})"
@@ -113,11 +113,11 @@ class UserSpec:
         place = f"{self._loss_name} ({defined_at(compute.func)})"
         return as_loss(result, num_samples(batch), self.metrics, place)
 
-    def _chain_of(self, stages: Sequence[str]) -> UserPipelineSpec:
+    def _make_pipeline_spec(self, stages: Sequence[str]) -> UserPipelineSpec:
         if self._loss is None:
             what = "model.stages needs a separate loss function: no pipeline stage holds the whole module to call"
             raise ModelError(what, "Give model.loss (in Python: loss), a function of (module, batch).")
-        return UserPipelineSpec(stages, self._loss, self._loss_name, self._judged)
+        return UserPipelineSpec(stages, self._loss, self._loss_name, self._checked_loss)
 
     def _loss_of(self, module: nn.Module) -> partial[Any]:
         """The user's function, else the module's own ``loss``, else the module itself."""

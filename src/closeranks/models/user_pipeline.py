@@ -31,13 +31,13 @@ LossCheck = Callable[["partial[Any]", Batch], Loss]
 
 
 class UserPipelineSpec:
-    """A user's modules as pipeline units (``core.protocols.Chain``). ``units`` and ``costs`` are known once it is
-    built."""
+    """A user's modules as pipeline units (``core.protocols.PipelineSpec``). ``units`` and ``costs`` are known once it
+    is built."""
 
-    def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, judge: LossCheck) -> None:
+    def __init__(self, stages: Sequence[str], loss: LossFunction, loss_name: str, check_loss: LossCheck) -> None:
         self._stages = tuple(stages)
-        self._loss, self._loss_name, self._judge = loss, loss_name, judge
-        self._is_proven = False
+        self._loss, self._loss_name, self._check_loss = loss, loss_name, check_loss
+        self._is_checked = False
         self.units: tuple[str, ...] = ()
         self.costs: tuple[float, ...] = ()
 
@@ -53,7 +53,7 @@ class UserPipelineSpec:
 
     def first_input(self, module: nn.Module, batch: Batch) -> Tensor:
         try:
-            self._judge(partial(self._loss, ModuleProxy(module, self._loss_name, _catch, cut=self.units)), batch)
+            self._check_loss(partial(self._loss, ModuleProxy(module, self._loss_name, _catch, units=self.units)), batch)
         except _Caught as caught:
             return caught.input
         raise self._never_called()
@@ -61,7 +61,7 @@ class UserPipelineSpec:
     def shared_inputs(self, module: nn.Module, batch: Batch) -> None:
         """None: a user's units read the previous unit's output and nothing else."""
 
-    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, beside: None = None) -> Tensor:
+    def run_unit(self, module: nn.Module, number: int, hidden: Tensor, shared: None = None) -> Tensor:
         with unit_rng(number):
             output = module.get_submodule(self.units[number])(hidden)
         if not isinstance(output, Tensor):
@@ -70,24 +70,24 @@ class UserPipelineSpec:
         return output
 
     def loss_from_output(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
-        stand_in = ModuleProxy(module, self._loss_name, lambda _: self._after_units(output), cut=self.units)
-        return self._through(stand_in, batch)
+        proxy = ModuleProxy(module, self._loss_name, lambda _: self._after_units(output), units=self.units)
+        return self._through(proxy, batch)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """First input, all units, then the loss: what a run without a pipeline calls."""
-        return self._through(ModuleProxy(module, self._loss_name, partial(self._in_a_row, module)), batch)
+        return self._through(ModuleProxy(module, self._loss_name, partial(self._run_units, module)), batch)
 
-    def _through(self, stand_in: ModuleProxy, batch: Batch) -> Loss:
-        loss = self._judge(partial(self._loss, stand_in), batch)
-        if not stand_in.is_called:
+    def _through(self, proxy: ModuleProxy, batch: Batch) -> Loss:
+        loss = self._check_loss(partial(self._loss, proxy), batch)
+        if not proxy.is_called:
             raise self._never_called()
         return loss
 
-    def _in_a_row(self, module: nn.Module, hidden: Tensor) -> Tensor:
+    def _run_units(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """Run all units in place of the module's own forward; hooks on the module still run."""
-        if not self._is_proven:
-            self._prove(module, hidden)
-            self._is_proven = True
+        if not self._is_checked:
+            self._check_units(module, hidden)
+            self._is_checked = True
         with _forward_replaced(module, partial(self._units, module)):
             output: Tensor = module(hidden)
         return self._after_units(output)
@@ -102,7 +102,7 @@ class UserPipelineSpec:
         seed_unit(torch.default_generator.initial_seed(), len(self.units))
         return output
 
-    def _prove(self, module: nn.Module, hidden: Tensor) -> None:
+    def _check_units(self, module: nn.Module, hidden: Tensor) -> None:
         """Check that the units in sequence compute the same as the module's own forward.
 
         Costs two forwards, once. Skipped where a rank holds shards only: each forward would add collectives.
@@ -184,15 +184,15 @@ def _is_held(stage: nn.Module, unit: str) -> bool:
 class ModuleProxy:
     """The proxy that a loss gets for the module: it handles one call with one tensor and forwards everything else.
 
-    ``cut``: the units of the whole model, where ``module`` is a stage. A loss term over the weights that a stage
+    ``units``: the units of the whole model, where ``module`` is a stage. A loss term over the weights that a stage
     happens to hold would silently train another model, so reading them is refused. Not detected: a method of the module
     that reads its own parameters; and on the tensor axis, where shards are plain parameters, a loss that reads them.
     """
 
     def __init__(
-        self, module: nn.Module, loss_name: str, answer: Callable[[Tensor], Tensor], *, cut: Sequence[str] = ()
+        self, module: nn.Module, loss_name: str, call: Callable[[Tensor], Tensor], *, units: Sequence[str] = ()
     ) -> None:
-        self._module, self._loss_name, self._answer, self._cut = module, loss_name, answer, cut
+        self._module, self._loss_name, self._call, self._units_of_model = module, loss_name, call, units
         self.is_called = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
@@ -202,11 +202,11 @@ class ModuleProxy:
             given = [kind_of(value) for value in arguments] + [f"{key}=" for key in named]
             self._refuse(f"with ({', '.join(given)})")
         self.is_called = True
-        return self._answer(arguments[0])
+        return self._call(arguments[0])
 
     def __getattr__(self, name: str) -> Any:
-        below = [unit for unit in self._cut if unit.partition(".")[0] == name]
-        if (self._cut and name in _OF_THE_WHOLE) or not all(_is_held(self._module, unit) for unit in below):
+        below = [unit for unit in self._units_of_model if unit.partition(".")[0] == name]
+        if (self._units_of_model and name in _OF_THE_WHOLE) or not all(_is_held(self._module, unit) for unit in below):
             what = f"{self._loss_name} read '{name}' of the module, of which a pipeline stage holds only a part"
             raise ModelError(what, "Put a term on weights into optim.weight_decay, or use pipeline=1.")
         return getattr(self._module, name)

@@ -2,7 +2,7 @@
 
 The choice is made inside the block's forward, because a compiled block picks its kernel while it is traced. Invariant:
 every choice computes the same causal, grouped-query attention; only speed, memory and the last bits differ. Where rows
-hold several documents, a bias masks attention between them (``documents``).
+hold several documents, a bias masks attention between them (``document_mask``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, attention: str, bias: 
     ``bias`` [batch, 1, positions, positions] is added to the scores of all heads, and includes the causal mask.
     """
     if bias is not None:
-        return _attend_apart(queries, keys, values, attention, bias.to(queries.dtype))
+        return _attend_documents(queries, keys, values, attention, bias.to(queries.dtype))
     if queries.device.type != "cuda" and attention == "auto":
         # torch's fused CPU kernel takes 2 to 4 times as long as the plain one in half precision (seen in 2.13).
         if queries.dtype not in _HALF:
@@ -58,7 +58,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
 
-def _attend_apart(queries: Tensor, keys: Tensor, values: Tensor, attention: str, bias: Tensor) -> Tensor:
+def _attend_documents(queries: Tensor, keys: Tensor, values: Tensor, attention: str, bias: Tensor) -> Tensor:
     if queries.device.type != "cuda":
         return _attend_biased(queries, keys, values, bias)
     if attention == "flash":

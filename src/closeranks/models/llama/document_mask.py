@@ -26,16 +26,16 @@ class DocumentAttention(NamedTuple):
 
 def document_attention(documents: Tensor, cos: Tensor, sin: Tensor) -> DocumentAttention:
     """``cos`` and ``sin`` [longest, half of a head]: the tables by position. No host sync."""
-    places = document_positions(documents)
-    return DocumentAttention(cos[places], sin[places], _bias(documents, _score_dtype(cos)))
+    positions = document_positions(documents)
+    return DocumentAttention(cos[positions], sin[positions], _bias(documents, _score_dtype(cos)))
 
 
 def document_positions(documents: Tensor) -> Tensor:
     """The position of each token within its document."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    positions = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - torch.where(begins, places, 0).cummax(dim=1).values
+    return positions - torch.where(begins, positions, 0).cummax(dim=1).values
 
 
 def target_mask(documents: Tensor) -> Tensor:
@@ -45,9 +45,9 @@ def target_mask(documents: Tensor) -> Tensor:
 
 def _bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
     """Padding attends to padding: a row of scores that are all minus infinity has no softmax."""
-    places = torch.arange(documents.shape[1], device=documents.device)
-    sees = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (places.unsqueeze(1) >= places)
-    return torch.zeros((), dtype=dtype, device=documents.device).where(sees, float("-inf")).unsqueeze(1)
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    is_visible = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (positions.unsqueeze(1) >= positions)
+    return torch.zeros((), dtype=dtype, device=documents.device).where(is_visible, float("-inf")).unsqueeze(1)
 
 
 def _score_dtype(table: Tensor) -> torch.dtype:

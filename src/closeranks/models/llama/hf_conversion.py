@@ -23,7 +23,7 @@ _SIZES = {
     "intermediate_size": "ffn_dim",
     "vocab_size": "vocab_size",
 }
-_STRETCH = {
+_ROPE_SCALING = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
@@ -91,17 +91,17 @@ def _refuse_foreign(config: Mapping[str, Any], name: str) -> None:
 def _number(config: Mapping[str, Any], key: str, name: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        said = f"{name} does not say {key}" if value is None else f"{name} says {key} = {value!r}, which is not a size"
-        raise ModelError(said, "Fix the file, or download it again.")
+        what = f"{name} does not say {key}" if value is None else f"{name} says {key} = {value!r}, which is not a size"
+        raise ModelError(what, "Fix the file, or download it again.")
     return value
 
 
-def _fraction(value: Any, default: float, said: str) -> float:
+def _fraction(value: Any, default: float, what: str) -> float:
     """A number above 0; without one the default, which is transformers' own."""
     if value is None:
         return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ModelError(f"{said} = {value!r}, which is not a number above 0", "Fix the file, or download it again.")
+        raise ModelError(f"{what} = {value!r}, which is not a number above 0", "Fix the file, or download it again.")
     return float(value)
 
 
@@ -122,7 +122,7 @@ def _rope(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ModelError(f"{what}, but our Llama rotates whole heads", "Such a model cannot be loaded.")
     if kind == "default":
         return {**found, "rope_factor": 1.0}
-    for theirs, ours in _STRETCH.items():
+    for theirs, ours in _ROPE_SCALING.items():
         fallback = max_len_of(config) if theirs == "original_max_position_embeddings" else None
         if (value := table.get(theirs, fallback)) is None:
             raise ModelError(f"{name} does not say {key}.{theirs}", "Fix the file, or download it again.")
@@ -159,8 +159,8 @@ def hf_config(shape: LlamaShape, *, max_len: int, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if shape.rope_factor != 1.0:
-        stretch = {theirs: getattr(shape, ours) for theirs, ours in _STRETCH.items()}
-        config["rope_scaling"] = {"rope_type": "llama3", **stretch}
+        rope_scaling = {theirs: getattr(shape, ours) for theirs, ours in _ROPE_SCALING.items()}
+        config["rope_scaling"] = {"rope_type": "llama3", **rope_scaling}
     return config
 
 
@@ -192,16 +192,16 @@ def match_names(wanted: Shapes, found: Shapes, ties: Mapping[str, str], place: s
     known = {name: shape for name, shape in found.items() if name not in ignored}
     called = _renamed(wanted.keys() | ties.keys(), known)
     names = {name: called[name] for name in wanted if name in called}
-    doubles: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     for alias, name in ties.items():
         if alias in called and names.setdefault(name, called[alias]) != called[alias]:
-            doubles[name] = called[alias]
-    _refuse_unlike(wanted, names, set(known) - {*names.values(), *doubles.values()}, place)
-    for name, theirs in (*names.items(), *doubles.items()):
+            duplicates[name] = called[alias]
+    _refuse_unlike(wanted, names, set(known) - {*names.values(), *duplicates.values()}, place)
+    for name, theirs in (*names.items(), *duplicates.items()):
         if tuple(found[theirs]) != tuple(wanted[name]):
             what = f"'{theirs}' has shape {tuple(found[theirs])} in {place} and {tuple(wanted[name])} in the model"
             raise CheckpointError(what, "Give the model the shape of the weights.")
-    return NameMapping(names, doubles, ignored)
+    return NameMapping(names, duplicates, ignored)
 
 
 def _renamed(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:

@@ -163,17 +163,17 @@ class Decoder(nn.Module):
         """Rotary tables and attention bias for rows that hold several documents."""
         return None if documents is None else document_attention(documents, self.rope_cos, self.rope_sin)
 
-    def run_block(self, layer: int, hidden: Tensor, apart: DocumentAttention | None = None) -> Tensor:
+    def run_block(self, layer: int, hidden: Tensor, attention: DocumentAttention | None = None) -> Tensor:
         """Unit ``layer + 1``: one block, with a random stream of its own if it draws random numbers."""
-        beside = (self.rope_cos, self.rope_sin) if apart is None else apart
+        tables = (self.rope_cos, self.rope_sin) if attention is None else attention
         with unit_rng(layer + 1) if self._draws else nullcontext():
-            output: Tensor = self.layers[layer](hidden, *beside)
+            output: Tensor = self.layers[layer](hidden, *tables)
         return output
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        hidden, apart = self.embed(tokens), self.document_attention(documents)
+        hidden, attention = self.embed(tokens), self.document_attention(documents)
         for layer in range(len(self.layers)):
-            hidden = self.run_block(layer, hidden, apart)
+            hidden = self.run_block(layer, hidden, attention)
         if self._draws:  # so that a loop which never seeds does not repeat its dropout masks
             seed_unit(torch.default_generator.initial_seed(), len(self.layers) + 1)
         normed: Tensor = self.norm(hidden)
@@ -204,7 +204,8 @@ class TokenLoss(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, positions] in, logits out; with targets, the summed loss. ``documents`` as in ``documents``."""
+    """Tokens [batch, positions] in, logits out; with targets, the summed loss. ``documents`` as in
+    ``document_mask``."""
 
     def __init__(self, shape: LlamaShape, *, max_len: int, dropout: float = 0.0, attention: str = "auto") -> None:
         super().__init__()

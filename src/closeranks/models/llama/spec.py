@@ -1,6 +1,6 @@
 """The model spec of a Llama: its loss, and how it is sharded along the tensor and pipeline axes.
 
-Sharding is described by data (sharding rules, activation collectives, a pipeline spec); ``decoder`` has the modules.
+Sharding is described by data (sharding rules, activation collectives, a pipeline spec); ``model`` has the modules.
 Invariant: ``loss`` is what the units of the pipeline spec compute one after the other, however they are divided into
 stages.
 """
@@ -75,14 +75,14 @@ class LlamaSpec:
         Optional: ``mask`` [B, S] weights the targets; ``documents`` [B, S+1] numbers the documents of each row, which
         then do not attend to each other, -1 for padding.
         """
-        parted = _parted(batch)
+        split = _split(batch)
         with _vocabulary_named(self.shape):
-            total = module(parted.tokens, parted.targets, parted.mask, parted.documents)
-        return parted.weighed(total)
+            total = module(split.tokens, split.targets, split.mask, split.documents)
+        return split.weighed(total)
 
 
 class LlamaPipelineSpec:
-    """Embedding, blocks, norm and output projection in a row (``core.protocols.Chain``)."""
+    """Embedding, blocks, norm and output projection in a row (``core.protocols.PipelineSpec``)."""
 
     def __init__(self, shape: LlamaShape, seq_len: int) -> None:
         self.shape = shape
@@ -91,34 +91,34 @@ class LlamaPipelineSpec:
         self.costs = unit_costs(shape, seq_len)
 
     def first_input(self, module: nn.Module, batch: Batch) -> Tensor:
-        return _parted(batch).tokens
+        return _split(batch).tokens
 
     def shared_inputs(self, module: nn.Module, batch: Batch) -> DocumentAttention | None:
         assert isinstance(module, Llama)
-        return module.model.document_attention(_parted(batch).documents)
+        return module.model.document_attention(_split(batch).documents)
 
     def run_unit(
-        self, module: nn.Module, number: int, hidden: Tensor, beside: DocumentAttention | None = None
+        self, module: nn.Module, number: int, hidden: Tensor, shared: DocumentAttention | None = None
     ) -> Tensor:
         assert isinstance(module, Llama)
         if number == 0:
             with _vocabulary_named(self.shape):
                 return module.model.embed(hidden)
         if number <= self.shape.num_layers:
-            return module.model.run_block(number - 1, hidden, beside)
+            return module.model.run_block(number - 1, hidden, shared)
         output: Tensor = module.get_submodule(self.units[number])(hidden)
         return output
 
     def loss_from_output(self, module: nn.Module, output: Tensor, batch: Batch) -> Loss:
         assert isinstance(module, Llama)
-        parted = _parted(batch)
+        split = _split(batch)
         with _vocabulary_named(self.shape):
-            total = module.token_loss(output, parted.targets, parted.mask)
-        return parted.weighed(total)
+            total = module.token_loss(output, split.targets, split.mask)
+        return split.weighed(total)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parted:
+class _SplitBatch:
     """A batch split into the model's inputs and targets, [B, S] each."""
 
     tokens: Tensor
@@ -132,17 +132,17 @@ class _Parted:
         return Loss(total=total, weight=float(self.targets.numel()) if self.mask is None else self.mask.sum())
 
 
-def _parted(batch: Batch) -> _Parted:
+def _split(batch: Batch) -> _SplitBatch:
     tokens = batch_tensor(batch, "tokens", "llama").long()
     documents: Tensor | None = batch.get("documents")
     mask: Tensor | None = batch.get("mask")
     if documents is None:
-        return _Parted(tokens[:, :-1], tokens[:, 1:], mask, None)
+        return _SplitBatch(tokens[:, :-1], tokens[:, 1:], mask, None)
     if documents.shape != tokens.shape:
         what = f"'documents' of a batch is {list(documents.shape)} and its tokens are {list(tokens.shape)}"
         raise ModelError(what, "Number the document of every token, -1 for padding.")
     own = target_mask(documents)
-    return _Parted(tokens[:, :-1], tokens[:, 1:], own if mask is None else mask * own, documents[:, :-1])
+    return _SplitBatch(tokens[:, :-1], tokens[:, 1:], own if mask is None else mask * own, documents[:, :-1])
 
 
 @contextmanager
