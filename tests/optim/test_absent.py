@@ -37,7 +37,7 @@ def test_as_torch_does(keys: dict[str, Any], rule: Any, options: dict[str, Any])
     optimizer = build(ours, config(weight_decay=0.2, **keys), num_steps=len(PATTERN))
     reference = plain(theirs, rule, decay=0.2, lr=0.01, **options)
     for step, absent in absences():
-        optimizer.step(step, zeroed(ours, step, absent), ONE, ONE, absent=absent)
+        optimizer.step(step, zeroed(ours, step, absent), ONE, ONE, unused=absent)
         fill(theirs, step)
         for name in absent:
             theirs.get_parameter(name).grad = None
@@ -56,7 +56,7 @@ def test_as_the_published_rules_do(keys: dict[str, Any]) -> None:
         for (name, w), gradient in zip(weights.items(), gradients, strict=True):
             if name not in absent:
                 reference.step(name, w, gradient)
-        optimizer.step(step, gradients, ONE, ONE, absent=absent)
+        optimizer.step(step, gradients, ONE, ONE, unused=absent)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-12, atol=1e-12)
 
@@ -73,7 +73,7 @@ def test_a_flag_on_the_device_does_the_same_bit_for_bit(keys: dict[str, Any], fr
     by_flag = build_frozen(gated, settings, frozen_from)
     for step, absent in absences():
         flags = dict.fromkeys(absent, ZERO) | {"embed.weight": ZERO if "embed.weight" in absent else ONE}
-        by_name.step(step, zeroed(named, step, absent), ONE, ONE, absent=absent)
+        by_name.step(step, zeroed(named, step, absent), ONE, ONE, unused=absent)
         by_flag.step(step, zeroed(gated, step, absent), ONE, ONE, gates=flags)
         assert everything(named, by_name) == everything(gated, by_flag)
     before = everything(gated, by_flag)
@@ -92,12 +92,12 @@ def test_counts_of_their_own_survive_a_restore(keys: dict[str, Any]) -> None:
     settings = config(weight_decay=0.2, **keys)
     optimizers = [build(module, settings, num_steps=9) for module in (through, first, second)]
     for step, absent in absences():
-        optimizers[0].step(step, zeroed(through, step, absent), ONE, ONE, absent=absent)
+        optimizers[0].step(step, zeroed(through, step, absent), ONE, ONE, unused=absent)
         if step == 2:
             second.load_state_dict(first.state_dict())
             restore(optimizers[2], optimizers[1])
         mine = (first, optimizers[1]) if step < 2 else (second, optimizers[2])
-        mine[1].step(step, zeroed(mine[0], step, absent), ONE, ONE, absent=absent)
+        mine[1].step(step, zeroed(mine[0], step, absent), ONE, ONE, unused=absent)
     assert everything(second, optimizers[2]) == everything(through, optimizers[0])
     # From here on all have gradients, and no process remembers that it was ever otherwise.
     last = model()
@@ -125,6 +125,6 @@ def test_gates_on_the_gpu_wait_for_nothing(keys: dict[str, Any]) -> None:
             gated.step(step, gradients, one, one, gates=dict.fromkeys(absent, zero))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        named.step(step, zeroed(here, step, absent), ONE, ONE, absent=absent)
+        named.step(step, zeroed(here, step, absent), ONE, ONE, unused=absent)
         for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-6, atol=2e-6)

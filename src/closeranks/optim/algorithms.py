@@ -50,12 +50,12 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 @ALGORITHMS.register("adamw")
 def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
-    def memory(parameter: Tensor) -> dict[str, Tensor]:
+    def init_state(parameter: Tensor) -> dict[str, Tensor]:
         # The fused kernel needs its counter in float32 on the parameter's device, whatever the parameter's type.
         counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
-    return Algorithm(FreezableAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), memory)
+    return Algorithm(FreezableAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), init_state)
 
 
 @ALGORITHMS.register("sgd")
@@ -63,11 +63,11 @@ def _sgd(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
     if config.momentum:
         _refuse_broken_kernel(parameter for group in groups for parameter in group["params"])
 
-    def memory(parameter: Tensor) -> dict[str, Tensor]:
+    def init_state(parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": _zeros(parameter)} if config.momentum else {}
 
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
-    return Algorithm(optimizer, memory)
+    return Algorithm(optimizer, init_state)
 
 
 def _refuse_broken_kernel(parameters: Iterable[Tensor]) -> None:

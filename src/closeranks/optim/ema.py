@@ -24,27 +24,27 @@ class WeightAverage:
     """One tensor for each parameter shard, on the same device and of the same shape, like the optimizer's moments."""
 
     @torch.no_grad()
-    def __init__(self, leaves: Sequence[ParameterShard], decay: float) -> None:
-        self._leaves, self._decay = tuple(leaves), decay
-        self.tensors = [leaf.tensor.detach().clone() for leaf in leaves]
+    def __init__(self, shards: Sequence[ParameterShard], decay: float) -> None:
+        self._shards, self._decay = tuple(shards), decay
+        self.tensors = [shard.tensor.detach().clone() for shard in shards]
 
     @torch.no_grad()
     def update(self, step: int, taken: Tensor) -> None:
         """``taken``: 1 or 0 on the device."""
         share = 1.0 - decay_at(step, self._decay)
-        for leaf, average in zip(self._leaves, self.tensors, strict=True):
-            average.lerp_(leaf.tensor, (share * taken).to(average.dtype))
+        for shard, average in zip(self._shards, self.tensors, strict=True):
+            average.lerp_(shard.tensor, (share * taken).to(average.dtype))
 
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the weights."""
-        for leaf, average in zip(self._leaves, self.tensors, strict=True):
-            average.copy_(leaf.tensor)
+        for shard, average in zip(self._shards, self.tensors, strict=True):
+            average.copy_(shard.tensor)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Swap weights and average; swapping twice restores every bit."""
-        for leaf, average in zip(self._leaves, self.tensors, strict=True):
-            weights = leaf.tensor.clone()
-            leaf.tensor.copy_(average)
+        for shard, average in zip(self._shards, self.tensors, strict=True):
+            weights = shard.tensor.clone()
+            shard.tensor.copy_(average)
             average.copy_(weights)

@@ -40,9 +40,9 @@ class _Block:
     weights: list[Tensor]
     slots: Tensor
     """For each shard, the index of its parameter's norms; the last one, whose norms stay zero, if it has no ratio."""
-    spoken: list[int]
+    primary: list[int]
     """Indices of the primary shards, which this rank adds to the norms."""
-    spoken_slots: Tensor
+    primary_slots: Tensor
 
     def scratch(self) -> tuple[Tensor, list[Tensor]]:
         """A flat buffer and a view of it for each shard, with the shard's strides."""
@@ -57,10 +57,10 @@ class _Block:
 
     def only(self, kept: list[int]) -> _Block:
         """The same block restricted to some of its shards."""
-        number, spoken = {old: new for new, old in enumerate(kept)}, [n for n in self.spoken if n in kept]
+        number, primary = {old: new for new, old in enumerate(kept)}, [n for n in self.primary if n in kept]
         weights = [self.weights[n] for n in kept]
-        places = [self.spoken.index(n) for n in spoken]
-        return _Block(self.group, weights, self.slots[kept], [number[n] for n in spoken], self.spoken_slots[places])
+        places = [self.primary.index(n) for n in primary]
+        return _Block(self.group, weights, self.slots[kept], [number[n] for n in primary], self.primary_slots[places])
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -74,46 +74,48 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr})
         self.config = config
 
-    def bind(self, leaves: Sequence[ParameterShard], names: Sequence[str], total: Total | None) -> None:
+    def bind(self, shards: Sequence[ParameterShard], names: Sequence[str], total: Total | None) -> None:
         """``names``: all trained parameters of the model, in one order on every rank; ``total`` sums over all ranks."""
         self._num_slots = len(names)
-        self._absent: set[int] = set()
-        """Shards without a gradient in the latest step that had any; ``_narrowed`` are the blocks of the others."""
-        self._narrowed: list[_Block] = []
+        self._unused: set[int] = set()
+        """Shards without a gradient in the latest step that had any; ``_used_blocks`` are the blocks of the others."""
+        self._used_blocks: list[_Block] = []
         self._total = total
         slots = {name: slot for slot, name in enumerate(names)}
-        by_tensor = {leaf.tensor: leaf for leaf in leaves}
+        by_tensor = {shard.tensor: shard for shard in shards}
         self._blocks = [
             self._block(group, [by_tensor[tensor] for tensor in group["params"] if tensor.dtype == dtype], slots)
             for group in self.param_groups
             for dtype in dict.fromkeys(tensor.dtype for tensor in group["params"])
         ]
 
-    def _block(self, group: dict[str, Any], leaves: Sequence[ParameterShard], slots: dict[str, int]) -> _Block:
-        adapted = [ParameterFacts(leaf.piece.name, leaf.piece.shape).decays for leaf in leaves]
-        places = [slots[leaf.piece.name] if own else len(slots) for leaf, own in zip(leaves, adapted, strict=True)]
+    def _block(self, group: dict[str, Any], shards: Sequence[ParameterShard], slots: dict[str, int]) -> _Block:
+        adapted = [ParameterFacts(shard.piece.name, shard.piece.shape).decays for shard in shards]
+        places = [slots[shard.piece.name] if own else len(slots) for shard, own in zip(shards, adapted, strict=True)]
         # Without sharding there is no sum over ranks: each rank counts all of its parameters.
-        speaks = [own and (leaf.is_primary or self._total is None) for leaf, own in zip(leaves, adapted, strict=True)]
-        spoken = [number for number, says in enumerate(speaks) if says]
-        device = leaves[0].tensor.device
+        is_counted = [
+            own and (shard.is_primary or self._total is None) for shard, own in zip(shards, adapted, strict=True)
+        ]
+        primary = [number for number, counted in enumerate(is_counted) if counted]
+        device = shards[0].tensor.device
         return _Block(
             group,
-            [leaf.tensor for leaf in leaves],
+            [shard.tensor for shard in shards],
             torch.tensor(places, dtype=torch.int64, device=device),
-            spoken,
-            torch.tensor([places[number] for number in spoken], dtype=torch.int64, device=device),
+            primary,
+            torch.tensor([places[number] for number in primary], dtype=torch.int64, device=device),
         )
 
     def _present(self) -> list[_Block]:
         """The blocks without the shards that have no gradient; those are mostly the same in each step."""
-        absent = {id(weight) for block in self._blocks for weight in block.weights if weight.grad is None}
-        if not absent:
+        unused = {id(weight) for block in self._blocks for weight in block.weights if weight.grad is None}
+        if not unused:
             return self._blocks
-        if absent != self._absent:
-            kept = [[n for n, weight in enumerate(b.weights) if id(weight) not in absent] for b in self._blocks]
-            self._narrowed = [block.only(some) for block, some in zip(self._blocks, kept, strict=True) if some]
-            self._absent = absent
-        return self._narrowed
+        if unused != self._unused:
+            kept = [[n for n, weight in enumerate(b.weights) if id(weight) not in unused] for b in self._blocks]
+            self._used_blocks = [block.only(some) for block, some in zip(self._blocks, kept, strict=True) if some]
+            self._unused = unused
+        return self._used_blocks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure re-evaluates the loss
@@ -124,9 +126,9 @@ class Layerwise(torch.optim.Optimizer):
             flat, views = block.scratch()
             self._prepare(block, flat, views, skip)
             prepared.append((block, flat, views))
-            if block.spoken:
-                norms[0].index_copy_(0, block.spoken_slots, norms_squared([block.weights[n] for n in block.spoken]))
-                norms[1].index_copy_(0, block.spoken_slots, norms_squared([views[n] for n in block.spoken]))
+            if block.primary:
+                norms[0].index_copy_(0, block.primary_slots, norms_squared([block.weights[n] for n in block.primary]))
+                norms[1].index_copy_(0, block.primary_slots, norms_squared([views[n] for n in block.primary]))
         if self._total is not None:
             norms = self._total(norms)
         norms = norms.sqrt()
@@ -140,7 +142,7 @@ class Layerwise(torch.optim.Optimizer):
         if self.grad_scale is not None:
             flat.div_(self.grad_scale)
 
-    def _remembered(self, block: _Block, key: str) -> list[Tensor]:
+    def _state_of(self, block: _Block, key: str) -> list[Tensor]:
         return [self.state[weight][key] for weight in block.weights]
 
     def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
@@ -166,7 +168,7 @@ class Lars(Layerwise):
         return _unless_zero(weights, updates, self.config.trust * weights / (updates + decay * weights))
 
     def _apply(self, block: _Block, flat: Tensor, views: list[Tensor], rates: list[Tensor], skip: Tensor) -> None:
-        velocity = self._remembered(block, "momentum_buffer")
+        velocity = self._state_of(block, "momentum_buffer")
         if block.group["weight_decay"]:
             torch._foreach_add_(views, block.weights, alpha=block.group["weight_decay"])
         torch._foreach_mul_(views, rates)
@@ -186,13 +188,13 @@ class Lamb(Layerwise):
 
     def restored(self) -> None:
         """Sync point."""
-        counters = [counter for block in self._blocks for counter in self._remembered(block, "step")]
+        counters = [counter for block in self._blocks for counter in self._state_of(block, "step")]
         self._is_even = len({counter.item() for counter in counters}) <= 1
 
     def _prepare(self, block: _Block, flat: Tensor, views: list[Tensor], skip: Tensor) -> None:
         first, second = self.config.betas
-        means, squares = self._remembered(block, "exp_avg"), self._remembered(block, "exp_avg_sq")
-        counters, is_even = self._remembered(block, "step"), self._is_even and not self._absent
+        means, squares = self._state_of(block, "exp_avg"), self._state_of(block, "exp_avg_sq")
+        counters, is_even = self._state_of(block, "step"), self._is_even and not self._unused
         torch._foreach_add_(counters, [(~skip).to(torch.float32)] * len(counters))  # the host would read a single one
         self._load_gradients(block, flat, views)
         _blend(squares, second, flat.square(), views, skip)
@@ -214,11 +216,14 @@ class Lamb(Layerwise):
         torch._foreach_add_(block.weights, views)
 
 
-def _blend(moments: list[Tensor], beta: float, news: Tensor, views: list[Tensor], skip: Tensor) -> None:
-    """moments = beta moments + (1 - beta) news; ``news`` is laid out as the buffer of ``views``, and overwritten."""
-    news.mul_(1 - beta).masked_fill_(skip, -0.0)
-    torch._foreach_mul_(moments, _unless(skip, beta, news))
-    torch._foreach_add_(moments, [news.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views])
+def _blend(moments: list[Tensor], beta: float, values: Tensor, views: list[Tensor], skip: Tensor) -> None:
+    """moments = beta moments + (1 - beta) values; ``values`` is laid out as the buffer of ``views``, and
+    overwritten."""
+    values.mul_(1 - beta).masked_fill_(skip, -0.0)
+    torch._foreach_mul_(moments, _unless(skip, beta, values))
+    torch._foreach_add_(
+        moments, [values.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views]
+    )
 
 
 def _unless_zero(weights: Tensor, updates: Tensor, ratio: Tensor) -> Tensor:
@@ -250,9 +255,9 @@ def _lars(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
 
 @ALGORITHMS.register("lamb")
 def _lamb(groups: list[dict[str, Any]], config: OptimConfig) -> Algorithm:
-    def memory(parameter: Tensor) -> dict[str, Tensor]:
+    def init_state(parameter: Tensor) -> dict[str, Tensor]:
         counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": counter, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
     optimizer = Lamb(groups, config)
-    return Algorithm(optimizer, memory, optimizer.bind, optimizer.restored)
+    return Algorithm(optimizer, init_state, optimizer.bind, optimizer.restored)

@@ -55,13 +55,13 @@ def whole_parameters(module: nn.Module) -> tuple[ParameterShard, ...]:
 class Optimizer:
     """Updates the parameter shards that this rank holds: whole parameters or parts of them, possibly none.
 
-    ``freeze_step``: the step from which adamw's second moments are frozen, [Note: frozen moments]. ``total`` sums over
+    ``frozen_from``: the step from which adamw's second moments are frozen, [Note: frozen moments]. ``total`` sums over
     all ranks; None where each holds its parameters whole, or there is one rank.
     """
 
     def __init__(
         self,
-        leaves: Sequence[ParameterShard],
+        shards: Sequence[ParameterShard],
         assignment: GroupAssignment,
         config: OptimConfig,
         *,
@@ -72,22 +72,22 @@ class Optimizer:
         self._frozen_from = frozen_from
         self._config = config
         self._num_steps = num_steps
-        self._leaves = tuple(leaves)
+        self._shards = tuple(shards)
         self._by_name: dict[str, list[ParameterShard]] = {}
-        for leaf in leaves:
-            self._by_name.setdefault(leaf.piece.name, []).append(leaf)
-        algorithm = ALGORITHMS[config.name](_param_groups(leaves, assignment), config)
+        for shard in shards:
+            self._by_name.setdefault(shard.piece.name, []).append(shard)
+        algorithm = ALGORITHMS[config.name](_param_groups(shards, assignment), config)
         self._optimizer: Any = algorithm.optimizer
-        for leaf in leaves:
-            self._optimizer.state[leaf.tensor] = algorithm.init_state(leaf.tensor)
+        for shard in shards:
+            self._optimizer.state[shard.tensor] = algorithm.init_state(shard.tensor)
         if algorithm.bind is not None:
-            algorithm.bind(leaves, [name for group in assignment.groups for name in group.names], total)
+            algorithm.bind(shards, [name for group in assignment.groups for name in group.names], total)
         self.restored = algorithm.on_restored or (lambda: None)
-        """To be called after the tensors from ``memory`` were overwritten (a restored state)."""
+        """To be called after the tensors from ``state_tensors`` were overwritten (a restored state)."""
         self.can_gate = algorithm.bind is None
         """Whether shards can be updated one by one: not where all ranks sum norms in the middle of an update."""
         # The kernels take their gradient scale in float32, too imprecise for float64 parameters.
-        self._folds = all(leaf.tensor.dtype != torch.float64 for leaf in leaves)
+        self._fuses_scaling = all(shard.tensor.dtype != torch.float64 for shard in shards)
 
     def lr(self, step: int) -> float:
         """The learning rate of a step, before the groups' own factors."""
@@ -100,13 +100,13 @@ class Optimizer:
         factor: Tensor,
         ok: Tensor,
         *,
-        absent: Collection[str] = (),
+        unused: Collection[str] = (),
         gates: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Update with ``factor`` times the gradients where ``ok`` is 1; change nothing where it is 0. No host sync.
 
         ``gradients`` are the shards' own ``.grad``, or the flat tensors of which those are views; their values are
-        undefined afterwards. Where the kernel can scale as it reads, scaling costs no pass of its own. ``absent`` names
+        undefined afterwards. Where the kernel can scale as it reads, scaling costs no pass of its own. ``unused`` names
         parameters that are not updated, ``gates`` those for which only the device knows: a flag each, 1 where the
         parameter is updated.
         """
@@ -116,13 +116,13 @@ class Optimizer:
         if self._frozen_from is not None:
             self._optimizer.is_frozen = step >= self._frozen_from
         self._optimizer.found_inf = 1.0 - ok.to(torch.float32)
-        if self._folds:
+        if self._fuses_scaling:
             self._optimizer.grad_scale = factor.to(torch.float32).reciprocal()
         else:
             scale_gradients(gradients, factor)
-        for name in absent:
-            for leaf in self._by_name.get(name, ()):
-                leaf.tensor.grad = None
+        for name in unused:
+            for shard in self._by_name.get(name, ()):
+                shard.tensor.grad = None
         if gates:
             self._step_gated(gates)
         else:
@@ -132,13 +132,13 @@ class Optimizer:
         """First all but the gated parameters, then each of those under its own flag."""
         groups, found_inf = self._optimizer.param_groups, self._optimizer.found_inf
         whole = [group["params"] for group in groups]
-        gated = {leaf.tensor for name in gates for leaf in self._by_name.get(name, ())}
+        gated = {shard.tensor for name in gates for shard in self._by_name.get(name, ())}
         try:
             for group, tensors in zip(groups, whole, strict=True):
                 group["params"] = [tensor for tensor in tensors if tensor not in gated]
             self._optimizer.step()
             for name, flag in gates.items():
-                own = {leaf.tensor for leaf in self._by_name.get(name, ())}
+                own = {shard.tensor for shard in self._by_name.get(name, ())}
                 for group, tensors in zip(groups, whole, strict=True):
                     group["params"] = [tensor for tensor in tensors if tensor in own]
                 self._optimizer.found_inf = torch.maximum(found_inf, 1.0 - flag.to(torch.float32))
@@ -152,9 +152,9 @@ class Optimizer:
 
         A tensor has the shape of its shard, or is a 0-dim counter, which is the same for all shards of a parameter.
         """
-        for leaf in self._leaves:
-            for key, tensor in self._optimizer.state[leaf.tensor].items():
-                yield leaf, key, tensor
+        for shard in self._shards:
+            for key, tensor in self._optimizer.state[shard.tensor].items():
+                yield shard, key, tensor
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -163,12 +163,12 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
 
-def _param_groups(leaves: Sequence[ParameterShard], assignment: GroupAssignment) -> list[dict[str, Any]]:
+def _param_groups(shards: Sequence[ParameterShard], assignment: GroupAssignment) -> list[dict[str, Any]]:
     """One for each group of the assignment, in its order; empty ones stay, since torch wants at least one."""
     number = {name: index for index, group in enumerate(assignment.groups) for name in group.names}
     groups: list[dict[str, Any]] = [
         {"params": [], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay} for group in assignment.groups
     ]
-    for leaf in leaves:
-        groups[number[leaf.piece.name]]["params"].append(leaf.tensor)
+    for shard in shards:
+        groups[number[shard.piece.name]]["params"].append(shard.tensor)
     return groups

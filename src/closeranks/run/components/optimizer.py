@@ -33,7 +33,7 @@ class OptimizerStep(Component):
     def update(self, index: int, verdict: Verdict) -> None:
         absent, gates = self._unused.skipped_updates(verdict)  # parameters that no rank had a gradient for
         gradients = self._reducer.gradients()
-        self.optimizer.step(index, gradients, verdict.factor, verdict.taken, absent=absent, gates=gates)
+        self.optimizer.step(index, gradients, verdict.factor, verdict.taken, unused=absent, gates=gates)
 
     def figures(self, index: int) -> Mapping[str, Any]:
         return {"lr": self.optimizer.lr(index)}
