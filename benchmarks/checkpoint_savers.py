@@ -167,11 +167,13 @@ class Dcp:
 class DcpAsync(Dcp):
     """``dcp.async_save`` in a thread or a process; its collectives have a group of their own."""
 
-    def __init__(self, folder: Path, state: State, *, way: AsyncCheckpointerType, is_staged: bool) -> None:
+    def __init__(
+        self, folder: Path, state: State, *, checkpointer_type: AsyncCheckpointerType, is_staged: bool
+    ) -> None:
         super().__init__(folder, state)
-        self._way, self._stager = way, None
+        self._checkpointer_type, self._stager = checkpointer_type, None
         if is_staged:
-            is_shared = way == AsyncCheckpointerType.PROCESS
+            is_shared = checkpointer_type == AsyncCheckpointerType.PROCESS
             self._stager = DefaultStager(StagingOptions(False, is_shared, True, False))
         self._staged: Future[Any] | None = None
         self._done: Future[Any] | None = None
@@ -181,7 +183,7 @@ class DcpAsync(Dcp):
             dict(state),
             storage_writer=self._writer(step),
             process_group=self._group,
-            async_checkpointer_type=self._way,
+            async_checkpointer_type=self._checkpointer_type,
             **({"async_stager": self._stager} if self._stager is not None else {}),
         )
         self._staged = getattr(answer, "staging_completion", None)
@@ -202,8 +204,8 @@ class DcpAsync(Dcp):
             self._stager.close()
 
 
-def _asynchronous(way: AsyncCheckpointerType, is_staged: bool) -> Callable[[Path, State], Contender]:
-    return lambda folder, state: DcpAsync(folder, state, way=way, is_staged=is_staged)
+def _asynchronous(checkpointer_type: AsyncCheckpointerType, is_staged: bool) -> Callable[[Path, State], Contender]:
+    return lambda folder, state: DcpAsync(folder, state, checkpointer_type=checkpointer_type, is_staged=is_staged)
 
 
 MAKERS: dict[str, Callable[[Path, State], Contender]] = {

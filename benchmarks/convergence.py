@@ -85,10 +85,10 @@ def compare(name: str, spread: str, args: argparse.Namespace) -> Sequence[Settin
     file = args.folder / f"{name}-{spread}.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(comparison(TASKS[name], spread, args.kinds, is_short=args.short))
-    story = run_comparison(file, [f"folder={args.folder / file.stem}"])
-    if broken := [row for row in story.table.rows if not row.is_sound]:
+    result = run_comparison(file, [f"folder={args.folder / file.stem}"])
+    if broken := [row for row in result.table.rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
-    return story.table.rows
+    return result.table.rows
 
 
 def comparison(task: Task, spread: str, kinds: Sequence[str], *, is_short: bool) -> str:
@@ -111,8 +111,8 @@ def comparison(task: Task, spread: str, kinds: Sequence[str], *, is_short: bool)
 def tell(row: SettingRow, metric: str) -> dict[str, float]:
     assert row.final is not None
     assert row.final_gap is not None
-    told = {metric: row.final.mean, "lowest": row.final.low, "highest": row.final.high, "gap": row.final_gap.mean}
-    return {key: round(value, 4) for key, value in told.items()}
+    figures = {metric: row.final.mean, "lowest": row.final.low, "highest": row.final.high, "gap": row.final_gap.mean}
+    return {key: round(value, 4) for key, value in figures.items()}
 
 
 def judge(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> bool:

@@ -29,8 +29,8 @@ def main() -> None:
     contender: Contender = {**PEERS, **OURS}[name]()
     lane = Lane(contender, work)
     for line in sys.stdin:
-        said = json.loads(line)
-        answer = getattr(lane, said.pop("do"))(**said)
+        request = json.loads(line)
+        answer = getattr(lane, request.pop("do"))(**request)
         os.write(answers, (json.dumps(answer) + "\n").encode())
 
 

@@ -53,9 +53,9 @@ class Launched:
         deadline = time.monotonic() + patience_s
         while not is_done():
             if self._process.poll() is not None:
-                raise LaneFailed(f"it ended while {what} was waited for:\n{self._last_words()}")
+                raise LaneFailed(f"it ended while {what} was waited for:\n{self._log_tail()}")
             if time.monotonic() > deadline:
-                raise LaneFailed(f"{what} did not come within {patience_s:g} s:\n{self._last_words()}")
+                raise LaneFailed(f"{what} did not come within {patience_s:g} s:\n{self._log_tail()}")
             time.sleep(POLL_S)
         return time.monotonic()
 
@@ -63,7 +63,7 @@ class Launched:
         """Its status when it ends by itself."""
         return self._process.wait(PATIENCE_S)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
 
     def __enter__(self) -> Self:

@@ -44,26 +44,26 @@ def main() -> None:
 def figures_of(num_hosts: int) -> dict[str, Any]:
     """All episodes of one fleet, one after another."""
     fleet = Fleet(num_hosts)
-    pace = lease_timing_for(num_hosts)
+    timing = lease_timing_for(num_hosts)
     num_many = min(100, num_hosts // 4)
     episodes = {"form": fleet.until(lambda: fleet.is_running(num_hosts))}
     names = list(fleet.followers)
     episodes["one_lost"] = _lose(fleet, names[:1])
     episodes["many_lost"] = _lose(fleet, names[1 : 1 + num_many])
     episodes |= _split(fleet, set(names[-num_hosts // 10 :]))
-    rate = _steady(fleet, 4 * pace.beat_s)
+    rate = _steady(fleet, 4 * timing.beat_s)
     return {
         "hosts": num_hosts,
-        "beat_s": pace.beat_s,
-        "lease_s": pace.lease_s,
-        **{name: _told(episode, num_hosts, name in _ROUNDS) for name, episode in episodes.items()},
+        "beat_s": timing.beat_s,
+        "lease_s": timing.lease_s,
+        **{name: _figures(episode, num_hosts, name in _ROUNDS) for name, episode in episodes.items()},
         "many": num_many,
         "messages_per_s": round(rate, 1),
         "lead_us_per_message": round(1e6 * fleet.handled_s / fleet.num_handled, 2),
     }
 
 
-def _told(episode: Episode, num_hosts: int, has_rounds: bool) -> dict[str, Any]:
+def _figures(episode: Episode, num_hosts: int, has_rounds: bool) -> dict[str, Any]:
     """Where leases or beats are waited for, rounds say nothing."""
     return {
         "messages": episode.num_messages,

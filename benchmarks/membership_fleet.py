@@ -107,30 +107,33 @@ class Fleet:
         """Their agents die; their kernels close the connections."""
         for name in names:
             del self.followers[name]
-            self._at(self.now + HOP_S, lambda name=name: self._led(self.lead.on_disconnected(name, 1, self.now)))
+            self._at(
+                self.now + HOP_S,
+                lambda name=name: self._apply_lead_effects(self.lead.on_disconnected(name, 1, self.now)),
+            )
 
     # --- the wires
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), act))
 
-    def _send(self, letter: Envelope, act: Callable[[Envelope], None]) -> None:
-        self.episode.counted[letter.body.kind] += 1
-        if letter.host not in self.cut:
-            self._at(self.now + HOP_S, lambda: act(letter))
+    def _send(self, envelope: Envelope, act: Callable[[Envelope], None]) -> None:
+        self.episode.counted[envelope.body.kind] += 1
+        if envelope.host not in self.cut:
+            self._at(self.now + HOP_S, lambda: act(envelope))
 
-    def _to_lead(self, letter: Envelope) -> None:
+    def _to_lead(self, envelope: Envelope) -> None:
         began_at = time.thread_time()
-        effects = self.lead.handle(letter, self.now)
+        effects = self.lead.handle(envelope, self.now)
         self.handled_s += time.thread_time() - began_at
         self.num_handled += 1
-        self._led(effects)
+        self._apply_lead_effects(effects)
 
-    def _led(self, effects: list[Any]) -> None:
+    def _apply_lead_effects(self, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case SendMessage(letter):
-                    self._send(letter, self._to_host)
+                case SendMessage(envelope):
+                    self._send(envelope, self._to_host)
                 case GenerationSettled():
                     self._begin()
                 case HostStatusChanged(change="joined"):
@@ -141,36 +144,36 @@ class Fleet:
 
     def _begin(self) -> None:
         members = [(host.name, host.num_workers) for host in self.lead.available]
-        self._led(self.lead.begin(members, {}, self.now))
+        self._apply_lead_effects(self.lead.begin(members, {}, self.now))
 
     def regroup(self) -> None:
-        self._led(self.lead.send_request(REGROUP, self.now))
+        self._apply_lead_effects(self.lead.send_request(REGROUP, self.now))
 
     def _set_lead_alarm(self) -> None:
         due = self.lead.deadline(self.now)
         if due is not None and due != self._lead_alarm:
             self._lead_alarm = due
-            self._at(due, lambda: self._led(self.lead.tick(self.now)))
+            self._at(due, lambda: self._apply_lead_effects(self.lead.tick(self.now)))
 
-    def _to_host(self, letter: Envelope) -> None:
-        follower = self.followers.get(letter.host)
+    def _to_host(self, envelope: Envelope) -> None:
+        follower = self.followers.get(envelope.host)
         if follower is not None:
-            self._follow(follower, follower.handle(letter, self.now))
+            self._apply_effects(follower, follower.handle(envelope, self.now))
 
     def _wake(self, name: str, alarm: int | None = None) -> None:
         follower = self.followers.get(name)
         if follower is not None and (alarm is None or alarm == self._alarms[name]):
-            self._follow(follower, follower.tick(self.now))
+            self._apply_effects(follower, follower.tick(self.now))
 
-    def _follow(self, follower: Follower, effects: list[Any]) -> None:
+    def _apply_effects(self, follower: Follower, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case SendMessage(letter):
-                    self._send(letter, self._to_lead)
+                case SendMessage(envelope):
+                    self._send(envelope, self._to_lead)
                 case KillWorkers():
-                    self._follow(follower, follower.on_fenced({}, self.now))
-                case ForwardRequest(ask) if ask.request == REGROUP:
-                    self._follow(follower, follower.on_workers_done({"regrouped": True}))
+                    self._apply_effects(follower, follower.on_fenced({}, self.now))
+                case ForwardRequest(forwarded) if forwarded.request == REGROUP:
+                    self._apply_effects(follower, follower.on_workers_done({"regrouped": True}))
         name = follower.host
         self._alarms[name] = alarm = self._alarms.get(name, 0) + 1
         due = follower.deadline(self.now)

@@ -65,8 +65,8 @@ def step_seconds(batch: int, micro_batch: int | None, num_steps: int) -> tuple[i
     job = load_job(None, extra=tables).value
     with tempfile.TemporaryDirectory(prefix="closeranks-micro-batch-") as folder:
         train_job(job, Path(folder) / "run")
-        told = (event for _, event in read_events(Path(folder) / "run" / "metrics" / "rank-00000.jsonl"))
-        seconds = [event.seconds for event in told if isinstance(event, StepDone)]
+        events = (event for _, event in read_events(Path(folder) / "run" / "metrics" / "rank-00000.jsonl"))
+        seconds = [event.seconds for event in events if isinstance(event, StepDone)]
     return micro_batch_size(job), median(seconds[1:] or seconds)
 
 

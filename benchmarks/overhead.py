@@ -165,10 +165,10 @@ class Agent:
             endpoint, _address = self._listener.accept()
             hello = {"type": "hello", "world": {"hosts": []}, "entry": "", "payload": {}, "boxes": [], "host": ""}
             endpoint.sendall(encode_message(hello))
-            threading.Thread(target=self._hear, args=(endpoint,), daemon=True).start()
+            threading.Thread(target=self._receive, args=(endpoint,), daemon=True).start()
 
     @staticmethod
-    def _hear(endpoint: socket.socket) -> None:
+    def _receive(endpoint: socket.socket) -> None:
         from closeranks.agent.workers.wire import LineBuffer
 
         lines = LineBuffer()

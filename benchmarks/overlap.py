@@ -59,9 +59,9 @@ def main() -> None:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size = QUICK if args.quick else FULL
     plan = {**size, "rounds": args.repeats, "block": args.block, "variants": variants(size)}
-    told = run_ranks("overlap_rank.py", plan, folder, rate_mbit=args.rate_mbit, timeout_s=args.timeout_s)
-    figures = {"rate_mbit": args.rate_mbit, "left_out": told[0]["left_out"], **size}
-    figures |= compare(slower([rank["seconds"] for rank in told]), args.block) | compare_losses(told[0]["losses"])
+    ranks = run_ranks("overlap_rank.py", plan, folder, rate_mbit=args.rate_mbit, timeout_s=args.timeout_s)
+    figures = {"rate_mbit": args.rate_mbit, "left_out": ranks[0]["left_out"], **size}
+    figures |= compare(slower([rank["seconds"] for rank in ranks]), args.block) | compare_losses(ranks[0]["losses"])
     _show(figures)
     return figures
 

@@ -66,12 +66,12 @@ def main() -> None:
             left_out[name] = str(error).splitlines()[-1].strip()
     for contender in contenders.values():
         contender.take_steps(plan["block"])
-    told = {"seconds": _take_rounds(contenders, plan), "left_out": left_out, "losses": {}}
+    results = {"seconds": _take_rounds(contenders, plan), "left_out": left_out, "losses": {}}
     for name, contender in contenders.items():
         contender.close()
         if name != FLOOR and dist.get_rank() == 0:
-            told["losses"][name] = logged_losses(contender.log_path)
-    (Path(plan["folder"]) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+            results["losses"][name] = logged_losses(contender.log_path)
+    (Path(plan["folder"]) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

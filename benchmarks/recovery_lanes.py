@@ -44,11 +44,11 @@ def strike_ours(folder: Path, layout: str, num_strikes: int) -> list[Recovery]:
         for number in range(num_strikes):
             first = lane.num_done
             lane.wait_for("a step", lambda first=first: lane.num_done >= first + _STEPS_BETWEEN)
-            found.append(_strike_once(lane, number))
+            found.append(_kill_once(lane, number))
         return found
 
 
-def _strike_once(lane: Ours, number: int) -> Recovery:
+def _kill_once(lane: Ours, number: int) -> Recovery:
     workers = lane.workers()
     began_at = time.monotonic()
     os.kill(workers[number % len(workers)], signal.SIGKILL)
@@ -64,10 +64,10 @@ def strike_torchrun(folder: Path, kind: str, num_strikes: int) -> list[Recovery]
         command = ["-m", "torch.distributed.run", *options, str(_SCRIPT), kind, str(folder), str(states)]
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with Launched(command, folder, environment) as lane:
-            return [_strike_rival(lane, number) for number in range(num_strikes)]
+            return [_kill_rival(lane, number) for number in range(num_strikes)]
 
 
-def _strike_rival(lane: Launched, attempt: int) -> Recovery:
+def _kill_rival(lane: Launched, attempt: int) -> Recovery:
     lane.wait_for("a step", lambda: _fewest_steps(lane.folder, attempt) >= _STEPS_BETWEEN)
     lines = lines_of(lane.folder / f"rank-{attempt % NUM_RANKS}.jsonl")
     began_at = time.monotonic()

@@ -133,8 +133,8 @@ def main() -> None:
         while True:
             step_once(model, optimizer, step, rank)
             step += 1
-            told = {"attempt": attempt, "step": step, "at": time.monotonic(), "pid": os.getpid()}
-            lines.write(json.dumps(told) + "\n")
+            record = {"attempt": attempt, "step": step, "at": time.monotonic(), "pid": os.getpid()}
+            lines.write(json.dumps(record) + "\n")
             if is_sharded or rank == 0:
                 states.save(step, own_state(model, optimizer))
 

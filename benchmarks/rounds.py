@@ -62,7 +62,7 @@ def run_rank(plan: Plan) -> Timings:
     # DDP renamed the option in torch 2.13; both names stand in the range we support.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     _tell_peers_where_they_are()
-    _meet_agent(plan.agent)
+    _connect_to_agent(plan.agent)
     workload = plan.workload
     if workload.batch == 0:
         workload = replace(workload, batch=_calibrate(workload, plan.target_ms))
@@ -125,7 +125,7 @@ def _tell_peers_where_they_are() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="overhead")
 
 
-def _meet_agent(path: str) -> None:
+def _connect_to_agent(path: str) -> None:
     """closeranks talks to an agent in every step: events over a socket, progress in shared memory. So it does here."""
     endpoint = socket.socket(socket.AF_UNIX)
     endpoint.connect(path)

@@ -1,10 +1,11 @@
-"""How much does a run still get done while it is struck again and again, and does it come out the same?
+"""How much work does a run get done under repeated faults, and is the result the same?
 
 One job on four workers of this machine trains for half an hour under real faults: a light mix (SIGKILL, cut
-connections, SIGTERM), or all kinds that are possible here, 62 of them at random seconds. Steps made are measured
-against what the same run makes undisturbed, before, between and after two storms of faults. Then the job runs once
-more without a fault, just as many steps: all losses, all samples and the last state must be equal in every bit. What
-the run holds (memory, descriptors, boxes, shared memory) is compared between its first and its last calm.
+connections, SIGTERM), or all kinds that are possible here, 62 of them at random seconds. The number of steps made is
+compared with the rate of the same run in calm periods, before, between and after two storms of faults. Then the job
+runs once more without a fault, just as many steps: all losses, all samples and the last state must be equal in every
+bit. What the run holds (memory, descriptors, snapshot slots, shared memory) is compared between its first and its last
+calm period.
 
     python benchmarks/soak.py --mix light             about 35 minutes, and as long again for the run without faults
     python benchmarks/soak.py --mix all --out runs/soak-all
@@ -129,14 +130,14 @@ class Lane(Launched):
         deadline, next_at = time.monotonic() + patience_s, 0.0
         while (status := self._process.poll()) is None:
             if time.monotonic() > deadline:
-                raise LaneFailed(f"it did not end within {patience_s:.0f} s:\n{self._last_words()}")
+                raise LaneFailed(f"it did not end within {patience_s:.0f} s:\n{self._log_tail()}")
             if time.monotonic() >= next_at:
                 next_at = time.monotonic() + _SAMPLE_S
                 if (seen := sample(self.pid)) is not None:
                     samples.append(seen)
             time.sleep(0.1)
         if status != 0:
-            raise LaneFailed(f"it ended with status {status}:\n{self._last_words()}")
+            raise LaneFailed(f"it ended with status {status}:\n{self._log_tail()}")
         return samples
 
 
@@ -153,8 +154,8 @@ def judge_run(
         for line in strikes
     ]
     made = throughput(course, plan)
-    told = read_recorded_run(folder / "struck").events
-    found = costs(struck, told, began_at, course, made["step_s"])
+    events = read_recorded_run(folder / "struck").events
+    found = costs(struck, events, began_at, course, made["step_s"])
     calms = [window for window in plan.windows if not window.is_storm]
     near = [
         [one for one in samples if calm.begins_s <= one.at - began_at < calm.ends_s] for calm in (calms[0], calms[-1])

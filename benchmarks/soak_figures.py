@@ -2,7 +2,7 @@
 cost. Pure.
 
 Invariants: a step counts once, when it was first finished; what is measured against is the rate of the calms on both
-sides of a storm; every second between a strike and the next new step is in the fault's stall, whoever spent it.
+sides of a storm; every second between a fault and the next new step is in the fault's stall, whoever spent it.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def _to_steps_between(course: Course, plan: Plan, made: float) -> float:
 
 
 def costs(
-    struck: Sequence[Struck], told: Sequence[TimedEvent], began_at: float, course: Course, step_s: float
+    struck: Sequence[Struck], events: Sequence[TimedEvent], began_at: float, course: Course, step_s: float
 ) -> list[Cost]:
-    """``told``: what the agent said, and saves that failed."""
-    faults = {fault.lost.generation: fault for fault in fault_history(told).faults}
+    """``events``: those of the agent, and saves that failed."""
+    faults = {fault.lost.generation: fault for fault in fault_history(events).faults}
     ending = Counter(one.generation for one in struck if KINDS[one.kind].ends_generation)
     found: list[Cost] = []
     for one in sorted(struck, key=lambda one: one.at_s):
@@ -146,7 +146,7 @@ def costs(
             is_alone = ending[one.generation] == 1
             found.append(_ended(one, faults.get(one.generation), began_at, course, step_s, is_alone=is_alone))
         else:
-            found.append(_lasting(one, told, began_at))
+            found.append(_lasting(one, events, began_at))
     return found
 
 
@@ -158,7 +158,7 @@ def _ended(
     if not is_alone or fault.is_followed:
         return Cost(struck, is_joined=True)
     noticed_s = fault.at - began_at - fault.closed.parts.get("fence", 0.0)
-    # When a loss is told nobody of its generation is left: what is finished after that was finished by the next one.
+    # When a loss is reported, nobody of its generation is left: later steps were finished by the next one.
     before, after = course.last_before(struck.at_s), course.next_after(fault.at - began_at)
     stall_s = after.at_s - before.at_s - (after.step - before.step) * step_s if before and after else None
     return Cost(
@@ -171,10 +171,10 @@ def _ended(
     )
 
 
-def _lasting(struck: Struck, told: Sequence[TimedEvent], began_at: float) -> Cost:
+def _lasting(struck: Struck, events: Sequence[TimedEvent], began_at: float) -> Cost:
     """One that ends nothing: when it was first spoken of, if it was."""
     wanted = SlowRank if struck.kind == "slow" else SaveFailed
-    times = [line.at - began_at for line in told if isinstance(line.event, wanted)]
+    times = [line.at - began_at for line in events if isinstance(line.event, wanted)]
     return Cost(struck, detected_s=min((at_s - struck.at_s for at_s in times if at_s >= struck.at_s), default=None))
 
 

@@ -1,11 +1,11 @@
-"""Who trains the job of a soak, and strikes it by the clock?
+"""Trains the job of a soak test and injects faults into it by the clock.
 
     python benchmarks/soak_lane.py ORDERS.json
 
-``closeranks train`` with somebody who looks over the agent's shoulder, as in a drill; but what is due is due at a
-second, not at a step, also while ranks are being closed. Invariants: each planned fault strikes once, as soon after its
-second as there is anybody to strike; when the last calm is over the run is drained, so that its last state is saved;
-whatever a fault set up is taken down.
+``closeranks train`` with a callback in the agent's loop, as in a drill; but a fault is due at a second, not at a step,
+also while ranks are being closed. Invariants: each planned fault is injected once, as soon after its second as its
+target runs; when the last calm period is over the run is drained, so that its last state is saved; whatever a fault set
+up is removed.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Orders:
 
 
 @dataclass(slots=True)
-class _Underway:
+class _ActiveFault:
     planned: Planned
     fault: InjectedFault
-    blow: FaultAction
+    action: FaultAction
     generation: int
     step: int
-    is_told: bool = False
+    is_recorded: bool = False
 
 
 class Striker:
@@ -66,7 +66,7 @@ class Striker:
     def __init__(self, plan: Plan, strikes: Path, run: Path) -> None:
         self._plan = plan
         self._due = list(plan.faults)
-        self._underway: list[_Underway] = []
+        self._active: list[_ActiveFault] = []
         self._file = strikes
         self._run = RunFolder(run)
         self._began_at: float | None = None
@@ -74,77 +74,82 @@ class Striker:
         has_disk = any(fault.kind == "diskfull" for fault in plan.faults)
         self._disk = SmallDisk(self._run.checkpoints) if has_disk else None
 
-    def __call__(self, look: JobView) -> float | None:
+    def __call__(self, view: JobView) -> float | None:
         if not self._is_open:
             self._is_open = True
             if self._disk is not None:
                 self._disk.open()
         if self._began_at is None:
-            if not self._is_settled(look):
-                return look.now + _POLL_S
-            self._began_at = look.now
+            if not self._is_settled(view):
+                return view.now + _POLL_S
+            self._began_at = view.now
             self._write({"began_at": time.time()})
-        now_s = look.now - self._began_at
-        for one in list(self._underway):
-            self._go_on(one, look)
+        now_s = view.now - self._began_at
+        for one in list(self._active):
+            self._advance(one, view)
         for planned in [planned for planned in self._due if planned.at_s <= now_s]:
-            self._begin(planned, look)
+            self._begin(planned, view)
         if now_s >= self._plan.ends_s and not self._is_over:
             self._is_over = True
             os.kill(os.getpid(), signal.SIGTERM)
-        return self._next_at(look.now, now_s)
+        return self._next_at(view.now, now_s)
 
-    def _is_settled(self, look: JobView) -> bool:
+    def _is_settled(self, view: JobView) -> bool:
         log = self._run.path / "logs" / "zygote.log"
-        if look.state != "running" or any((one.progress.step or 0) <= _FIRST_STEPS for one in look.local_workers):
+        if view.state != "running" or any((one.progress.step or 0) <= _FIRST_STEPS for one in view.local_workers):
             return False
         return log.exists() and "warmed up" in log.read_text()
 
     def _next_at(self, now: float, now_s: float) -> float | None:
         if self._is_over:
             return None
-        if any(one.blow.is_urgent for one in self._underway):
+        if any(one.action.is_urgent for one in self._active):
             return now
         coming = [self._plan.ends_s, *(planned.at_s for planned in self._due)]
-        waits = [_POLL_S] if self._underway else []
+        waits = [_POLL_S] if self._active else []
         if min(coming) <= now_s:
             waits.append(_RETRY_S)
         return now + min([*waits, max(_RETRY_S, min(coming) - now_s)])
 
-    def _begin(self, planned: Planned, look: JobView) -> None:
+    def _begin(self, planned: Planned, view: JobView) -> None:
         """Who is not there now, or has nothing yet that could be struck, is tried again."""
         fault = InjectedFault(planned.kind, 1, planned.rank, planned.other)
-        step = step_of(look, fault)
+        step = step_of(view, fault)
         if fault.kind in _LASTS:
             if step is None:
                 return
             fault = replace(fault, step=step, steps=_LASTS[fault.kind])
         try:
-            blow = FAULT_ACTIONS[planned.kind](fault, look, self._disk)
+            action = FAULT_ACTIONS[planned.kind](fault, view, self._disk)
         except OSError:
             return
         self._due.remove(planned)
-        one = _Underway(planned, fault, blow, look.generation, step or 0)
-        self._underway.append(one)
-        self._go_on(one, look)
+        one = _ActiveFault(planned, fault, action, view.generation, step or 0)
+        self._active.append(one)
+        self._advance(one, view)
 
-    def _go_on(self, one: _Underway, look: JobView) -> None:
+    def _advance(self, one: _ActiveFault, view: JobView) -> None:
         try:
-            is_over = one.blow.tick(look)
+            is_over = one.action.tick(view)
         except OSError:  # the victim went away in the middle of it
             is_over = True
-        if one.blow.injected_at is not None and not one.is_told:
-            one.is_told = True
-            told = {**asdict(one.planned), "at": one.blow.injected_at, "generation": one.generation, "step": one.step}
-            self._write({**told, "state": look.state, "note": one.blow.note})
+        if one.action.injected_at is not None and not one.is_recorded:
+            one.is_recorded = True
+            record = {
+                **asdict(one.planned),
+                "at": one.action.injected_at,
+                "generation": one.generation,
+                "step": one.step,
+            }
+            self._write({**record, "state": view.state, "note": one.action.note})
         if is_over:
             try:
-                one.blow.undo()
+                one.action.undo()
             except OSError:
-                one.blow.is_urgent = False  # tried again at the next turn, and by ``close``
+                one.action.is_urgent = False  # tried again at the next turn, and by ``close``
                 return
-            self._underway.remove(one)
-            if not one.is_told:  # the victim was gone before the blow could fall
+            self._active.remove(one)
+            if not one.is_recorded:  # the target was gone before the fault took effect
                 self._due.append(one.planned)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -155,8 +160,8 @@ class Striker:
         with ExitStack() as stack:
             if self._disk is not None:
                 stack.callback(self._disk.close)
-            for one in self._underway:
-                stack.callback(one.blow.undo)
+            for one in self._active:
+                stack.callback(one.action.undo)
 
 
 def write_orders(orders: Orders, path: Path) -> None:

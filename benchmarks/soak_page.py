@@ -1,4 +1,4 @@
-"""How is a soak told to people? One page of Markdown, a picture beside it."""
+"""Writes the page of one soak run in Markdown, worded as docs/soak.md; the plot lies beside it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from soak_figures import Cost
 
+_TITLES = {"light": "The light mix", "all": "The mix of all kinds"}
+
 
 def write_page(path: Path, figures: Mapping[str, Any], found: Sequence[Cost], mix: str, goal: float) -> None:
     blocks = [
-        f"# Soak, {mix} mix: {figures['throughput']['ratio']:.1%} of undisturbed steps (goal {goal:.0%})",
+        f"# {_TITLES[mix]}: {figures['throughput']['ratio']:.1%} of undisturbed steps (goal {goal:.0%})",
         _summary(figures),
         "![throughput over time](soak.png)",
         _table(("kind", "faults", "detected in", "repaired in", "stall", "most redone"), _kinds(figures["kinds"])),
@@ -29,16 +31,16 @@ def _summary(figures: Mapping[str, Any]) -> str:
     lines = [
         f"{faults['survived']} of {faults['planned']} faults in {figures['minutes']:g} minutes were survived, on four "
         f"workers, layout `{figures['layout']}`, seed {figures['seed']}.",
-        f"{made['steps_made']:.0f} steps were made where {made['steps_due']:.0f} were due. Undisturbed, before, "
-        f"between and after: {calms} steps a second ({made['calm_spread']:.1%} apart); "
-        f"a step takes {made['step_s']:.3f} s. "
-        f"Against the fastest and slowest calm alone: {' and '.join(f'{each:.1%}' for each in made['ratio_range'])}; "
-        f"against the median step between the faults: {made['ratio_to_steps_between']:.1%}.",
+        f"{made['steps_made']:.0f} steps were made, {made['steps_due']:.0f} were expected. Rates in the calm periods "
+        f"before, between and after the storms: {calms} steps a second ({made['calm_spread']:.1%} apart); a step takes "
+        f"{made['step_s']:.3f} s. Relative to the fastest and slowest calm period alone: "
+        f"{' and '.join(f'{each:.1%}' for each in made['ratio_range'])}; relative to the median step between the "
+        f"faults: {made['ratio_to_steps_between']:.1%}.",
         f"Losses and samples of all {same['steps']} steps and the last state "
         + ("are equal in every bit to the run that never failed." if same["equal"] else f"DIFFER: {_odd(same)}."),
         f"Left behind: {', '.join(left) if left else 'nothing'}. Load of the machine at the end: {figures['load']}.",
-        "Repair counts from the verdict to the first finished step; stall is all that is lost from the strike to the "
-        "next new step, less what a step takes.",
+        "Repair time is counted from detection to the first finished step. Stall is the whole time lost, from the "
+        "fault to the next new step, minus the time that a step takes.",
     ]
     return "\n\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What does a run hold, seen from outside: memory, descriptors, boxes, shared memory, processes?
+"""What does a run hold, seen from outside: memory, descriptors, snapshot slots, shared memory, processes?
 
 Invariant: nothing but /proc and the file system is asked; the run is not slowed beyond the reading, and does not know.
 """
@@ -49,14 +49,14 @@ def sample(agent: int) -> Sample | None:
     zygote = next(iter(zygotes(agent)), 0)
     try:
         links = _links(agent)
-        boxes = sum(_blocks(agent, fd) for fd, target in links.items() if "closeranks-slot" in target)
+        slots = sum(_blocks(agent, fd) for fd, target in links.items() if "closeranks-slot" in target)
         return Sample(
             at=time.time(),
             agent_bytes=_resident(agent),
             agent_fds=len(links),
             zygote_bytes=_resident(zygote) if zygote else 0,
             zygote_fds=len(_links(zygote)) if zygote else 0,
-            boxes_bytes=boxes,
+            boxes_bytes=slots,
             num_processes=1 + len(below),
             shm=tuple(sorted({name for pid in (agent, *below) for name in _shared(pid)})),
         )

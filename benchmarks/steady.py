@@ -40,7 +40,7 @@ class Turn:
     step_s: float
     """The median of its steps."""
     memory_bytes: int
-    """Of rank 0 at the end, the boxes not counted."""
+    """Of rank 0 at the end, the snapshot slots not counted."""
     snapshots: Mapping[str, Any] | None
     """What the last ``snapshots`` event says; None where no copies are taken."""
 

@@ -65,16 +65,16 @@ def compare(part: str, args: argparse.Namespace) -> tuple[tuple[SettingRow, ...]
     if part in ("slow", "fast") and args.seeds:
         asked += (f"seeds={args.seeds}",)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    story = run_comparison(_HERE / file, [*words, *asked, f"folder={args.folder / part}"])
-    if broken := [row for row in story.table.rows if not row.is_sound]:
+    comparison = run_comparison(_HERE / file, [*words, *asked, f"folder={args.folder / part}"])
+    if broken := [row for row in comparison.table.rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
-    started = load_history(Path(story.outcomes[0].folder)).started
-    return story.table.rows, started.num_params if started else 0
+    started = load_history(Path(comparison.outcomes[0].folder)).started
+    return comparison.table.rows, started.num_params if started else 0
 
 
 def tell(row: SettingRow) -> dict[str, Any]:
     """What a row says, in figures that fit a line."""
-    told = {
+    figures = {
         "steps_per_s": _mean(row.steps_per_s, 3),
         "kb_per_step": _mean(row.bytes_per_step, 1, 1e-3),
         "times_fewer_bytes": round(1 / row.bytes_ratio, 2) if row.bytes_ratio else None,
@@ -82,18 +82,18 @@ def tell(row: SettingRow) -> dict[str, Any]:
         "times_as_fast": row.speedup and [round(value, 2) for value in (row.speedup.low, row.speedup.high)],
         "eval_loss": row.eval_loss and [round(value, 4) for value in (row.eval_loss.low, row.eval_loss.high)],
     }
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def tell_hosts(rows: Sequence[SettingRow], num_params: int) -> dict[str, Any]:
     """Each way of summing beside what its formula says leaves a host."""
-    told = {}
+    figures = {}
     for row in rows:
         assert row.bytes_per_step is not None
         algorithm = "hierarchical" if row.name == "hierarchical" else "ring"
         computed = inter_host_bytes(algorithm, 4 * num_params, Topology(2, 2))
         a_host = row.bytes_per_step.mean / 2
-        told[row.name] = {
+        figures[row.name] = {
             **tell(row),
             "mb_a_host": round(a_host / 1e6, 2),
             "mb_computed": round(computed / 1e6, 2),
@@ -101,7 +101,7 @@ def tell_hosts(rows: Sequence[SettingRow], num_params: int) -> dict[str, Any]:
             "rate_low": round(row.steps_per_s.low, 3) if row.steps_per_s else None,
             "rate_high": round(row.steps_per_s.high, 3) if row.steps_per_s else None,
         }
-    return told
+    return figures
 
 
 def judge(figures: Mapping[str, Any]) -> bool:
@@ -110,10 +110,10 @@ def judge(figures: Mapping[str, Any]) -> bool:
         return False
     slow, sent, hosts = figures["slow"], figures["bytes"], figures["hosts"]
     gains = {name: row["times_as_fast"][0] for name, row in slow.items() if row.get("times_as_fast")}
-    apart = [gain for name, gain in gains.items() if name.startswith(DILOCO)]
+    diloco = [gain for name, gain in gains.items() if name.startswith(DILOCO)]
     compressed = [gain for name, gain in gains.items() if not name.startswith((DILOCO, PLAIN))]
     return (
-        max(apart, default=0.0) >= TIMES_FASTER
+        max(diloco, default=0.0) >= TIMES_FASTER
         and max(compressed, default=0.0) >= TIMES_FASTER
         and all(sent[name]["times_fewer_bytes"] >= times for name, times in TIMES_FEWER.items())
         and hosts["hierarchical"]["rate_low"] > hosts["flat"]["rate_high"]

@@ -105,13 +105,13 @@ def main() -> None:
     lanes = _open(plan)
     for lane in lanes.values():
         lane.take_steps(plan["block"])
-    told = _take_rounds(lanes, plan)
-    told["losses"] = {}
+    results = _take_rounds(lanes, plan)
+    results["losses"] = {}
     for name, lane in lanes.items():
         lane.close()
         if dist.get_rank() == 0:
-            told["losses"][name] = logged_losses(lane.log_path)
-    (Path(plan["folder"]) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+            results["losses"][name] = logged_losses(lane.log_path)
+    (Path(plan["folder"]) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

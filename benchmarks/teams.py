@@ -45,53 +45,53 @@ class Team:
     def __init__(self, num_ranks: int, timeout_s: float, make: Maker, *args: Any) -> None:
         pipes = [Pipe() for _ in range(num_ranks)]
         self._ends = [ours for ours, _ in pipes]
-        self._bell, self._rope = Pipe(duplex=False)
+        self._exit_reader, self._exit_writer = Pipe(duplex=False)
         self._results: list[list[float]] = []
         self._words = ""
         theirs = [end for _, end in pipes]
         self._thread = threading.Thread(target=self._run, args=(num_ranks, timeout_s, (make, args, theirs)))
         self._thread.start()
-        self._hear()
+        self._receive()
 
     def take(self, num_steps: int) -> Turn:
-        self._tell(num_steps)
-        heard = self._hear()
-        return Turn(max(wall for wall, _ in heard), mean(cpu for _, cpu in heard))
+        self._send_num_steps(num_steps)
+        received = self._receive()
+        return Turn(max(wall for wall, _ in received), mean(cpu for _, cpu in received))
 
     def close(self) -> list[float]:
         """The losses that rank 0 logged; empty when the team failed."""
         if self._thread.is_alive():
-            self._tell(0)
+            self._send_num_steps(0)
         self._thread.join()
-        for end in (*self._ends, self._bell):
+        for end in (*self._ends, self._exit_reader):
             end.close()
         return self._results[0] if self._results else []
 
     def _run(self, num_ranks: int, timeout_s: float, args: tuple[Any, ...]) -> None:
         try:
-            self._results = run_world(_be_rank, num_ranks, *args, timeout_s=timeout_s)
+            self._results = run_world(_run_rank, num_ranks, *args, timeout_s=timeout_s)
         except WorldError as error:
             self._words = last_words(error)
         finally:
             for end in args[-1]:
                 end.close()
-            self._rope.close()
+            self._exit_writer.close()
 
-    def _tell(self, num_steps: int) -> None:
+    def _send_num_steps(self, num_steps: int) -> None:
         for end in self._ends:
             end.send(num_steps)
 
-    def _hear(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         """One message of every rank; the bell rings when there will be none."""
-        heard: list[Any] = []
+        received: list[Any] = []
         for end in self._ends:
             try:
-                wait([end, self._bell])
-                heard.append(end.recv() if end.poll() else self._bell.recv())
+                wait([end, self._exit_reader])
+                received.append(end.recv() if end.poll() else self._exit_reader.recv())
             except EOFError:
                 self._thread.join()
                 raise TeamError(self._words or "it ended before its turn") from None
-        return heard
+        return received
 
 
 def last_words(error: WorldError) -> str:
@@ -103,7 +103,7 @@ def last_words(error: WorldError) -> str:
     return f"rank {culprit.rank} {culprit.kind}: {line}"
 
 
-def _be_rank(make: Maker, args: tuple[Any, ...], ends: Sequence[Connection]) -> list[float]:
+def _run_rank(make: Maker, args: tuple[Any, ...], ends: Sequence[Connection]) -> list[float]:
     # torch renamed two collectives in 2.13; both names stand in the range we support, and each call would say so.
     warnings.filterwarnings("ignore", category=FutureWarning)
     end = ends[dist.get_rank()]
