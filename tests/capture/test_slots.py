@@ -39,7 +39,7 @@ from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
 from closeranks.elastic.snapshot_writer import SnapshotDestinations
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
-from tests.elastic.boxes import make_boxes, shared_memory
+from tests.elastic.snapshot_files import make_snapshot_files, shared_memory
 
 ABOUT = SlotHeader(generation=2, step=7, image="p0-s1-t0", num_images=4, layout="0123456789abcdef", rank=1, run=3)
 
@@ -80,7 +80,7 @@ def recalled(path: str) -> dict[str, torch.Tensor]:
 
 
 def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     assert inspect_slot(box[0]).header == ABOUT
     assert inspect_slot(box[1]).reason == "empty"
@@ -93,7 +93,7 @@ def test_what_was_kept_comes_back_bit_for_bit(place: Path) -> None:
 
 
 def test_slots_take_turns_and_a_peer_gets_the_same(place: Path) -> None:
-    one, other = make_boxes(place, 2)
+    one, other = make_snapshot_files(place, 2)
     keep(one, 7, turns=3, beside=(other[2], other[3])).close()
     steps = [about and about.step for about in (inspect_slot(path).header for path in (*one, *other))]
     assert steps == [9, 8, None, None, None, None, 9, 8]
@@ -138,7 +138,7 @@ def covered(path: str) -> list[range]:
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     assert not is_noticed(box[0])
     draw = random.Random(3)
@@ -152,7 +152,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(place: Path) -> None:
 
 
 def test_a_damaged_tensor_is_named(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     (entry,) = [e for e in SealedSlot(box[0]).index.entries if e.key == "flat"]
     flip(box[0], DATA_AT + entry.offset + 3, 0)
@@ -161,7 +161,7 @@ def test_a_damaged_tensor_is_named(place: Path) -> None:
 
 
 def test_files_that_hold_no_copy_say_why(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     whole = Path(box[0]).read_bytes()
     cases = {
@@ -202,7 +202,7 @@ def killed_at(label: str, passing: int, boxes: tuple[str, ...], beside: tuple[st
 @pytest.mark.parametrize("turn", [2, 3])
 def test_a_kill_at_any_point_leaves_the_step_before(place: Path, label: str, turn: int) -> None:
     """Three copies, of steps 7, 8 and 9; the process dies in the second or third."""
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     assert killed_at(label, turn, box, None) == -signal.SIGKILL
     looked = [inspect_slot(path) for path in box[:2]]
     steps = {found.header.step for found in looked if found.header}
@@ -219,7 +219,7 @@ def test_a_kill_at_any_point_leaves_the_step_before(place: Path, label: str, tur
 
 @pytest.mark.parametrize("passing", range(1, 7))
 def test_a_kill_between_the_own_slot_and_the_peers_leaves_both_steps_before(place: Path, passing: int) -> None:
-    one, other = make_boxes(place, 2)
+    one, other = make_snapshot_files(place, 2)
     assert killed_at("slot.before_header", passing, one, (other[2], other[3])) == -signal.SIGKILL
     sound = [{i.header.step for i in map(inspect_slot, pair) if i.header} for pair in (one[:2], other[2:])]
     before = 6 + (passing + 1) // 2 - 1
@@ -252,7 +252,7 @@ def starved(boxes: tuple[str, ...]) -> int:
 
 
 def test_want_of_memory_is_told_once_and_leaves_the_copy_before(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     assert starved(box) == 42
     about = inspect_slot(box[0]).header
     assert about is not None
@@ -262,7 +262,7 @@ def test_want_of_memory_is_told_once_and_leaves_the_copy_before(place: Path) -> 
 def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_once_from_then_on(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     kept = keep(box, 7)
     held = holdings(8.0)
     monkeypatch.setattr(
@@ -288,7 +288,7 @@ def test_a_tensor_that_changes_too_early_leaves_the_slot_torn_and_is_copied_at_o
 
 
 def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     slot = SnapshotSlot(box[0])
     for num_data in (100, 5 << 20):
         slot.reserve(num_data, 64)
@@ -301,7 +301,7 @@ def test_a_slot_grows_and_keeps_what_it_says(place: Path) -> None:
 
 
 def test_what_is_void_is_no_copy_until_it_is_written_again(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     void_slot(box[0])
     assert inspect_slot(box[0]).reason == "damaged: it was invalidated"
@@ -312,7 +312,7 @@ def test_what_is_void_is_no_copy_until_it_is_written_again(place: Path) -> None:
 
 
 def test_who_gives_up_leaves_a_copy_alone_and_marks_what_is_empty(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     for path in box[:2]:
         slot = SnapshotSlot(path)
@@ -323,7 +323,7 @@ def test_who_gives_up_leaves_a_copy_alone_and_marks_what_is_empty(place: Path) -
 
 
 def test_bytes_are_read_without_mapping_them(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     sealed = SealedSlot(box[0])
     for entry in sealed.index.entries:
@@ -338,7 +338,7 @@ def test_bytes_are_read_without_mapping_them(place: Path) -> None:
 def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     may_seal = threading.Event()
     monkeypatch.setattr(slots, "failpoint", lambda label: may_seal.wait(20.0))
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings(7.0)

@@ -23,7 +23,7 @@ from closeranks.telemetry.run_log.fault_history import TimedEvent
 from tests.cli.calling import call
 from tests.cli.commands import closeranks
 from tests.cli.fault_jobs import IMPORTABLE, hook, write_job
-from tests.elastic.faults.crews import can_mount
+from tests.elastic.faults.worker_processes import can_mount
 
 # --- what is refused, before anything runs
 

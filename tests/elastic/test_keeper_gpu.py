@@ -19,7 +19,7 @@ from closeranks.elastic.snapshot_reader import DamagedSnapshot, SnapshotReader
 from closeranks.elastic.snapshot_writer import SnapshotDestinations
 from tests.capture.changes import changed
 from tests.capture.taking import Kept
-from tests.elastic.boxes import make_boxes, shared_memory
+from tests.elastic.snapshot_files import make_snapshot_files, shared_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
     """Straight into slots, and through pinned memory where CUDA refuses them."""
     if not is_pinned:
         monkeypatch.setattr(PinnedMemory, "pin", lambda pinned, is_enough: False)
-    one, other = make_boxes(place, 2)
+    one, other = make_snapshot_files(place, 2)
     kept = Kept(SnapshotDestinations((one[0], one[1]), (other[2], other[3])))
     held = holdings()
     busy = torch.randn(4096, 4096, device="cuda")
@@ -80,7 +80,7 @@ def test_a_copy_is_of_the_committed_state(place: Path, is_pinned: bool, monkeypa
 
 
 def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     for step in range(4):
         expected = [item.tensor.clone() for item in held]
@@ -102,7 +102,7 @@ def test_training_goes_on_as_soon_as_a_copy_has_landed(place: Path) -> None:
 
 
 def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     kept.begin(ABOUT, held, b"{}")
     kept.join()
@@ -117,7 +117,7 @@ def test_damage_is_told_when_all_threads_are_done(place: Path) -> None:
 
 
 def test_a_slot_is_pinned_once_and_given_back(place: Path) -> None:
-    (box,) = make_boxes(place, 1)
+    (box,) = make_snapshot_files(place, 1)
     kept, held = Kept(SnapshotDestinations((box[0], box[1]))), holdings()
     kept.keeper.make_ready(kept.capture, held)
     kept.capture._pin_thread.drain()

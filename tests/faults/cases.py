@@ -8,7 +8,7 @@ from pathlib import Path
 
 from closeranks.elastic.faults.cgroups import FREEZER, CgroupControl, CgroupUnavailable, find_cgroup_parent
 from tests.cli.commands import IMPORTABLE
-from tests.faults.strikes import Jump, Newborn, Special, Touch
+from tests.faults.agent_faults import AgentFault, ClockJump, KillNewWorker, TouchFile
 
 
 def lacking_control(need: CgroupControl) -> str:
@@ -38,14 +38,14 @@ FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
 _SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
 
 
-def order(folder: Path, misdeed: str, rank: int, step: int) -> Touch:
+def order(folder: Path, misdeed: str, rank: int, step: int) -> TouchFile:
     """To a user's code, see ``misdeeds``."""
-    return Touch(str(folder / "orders" / f"{misdeed}-{rank}"), rank, step)
+    return TouchFile(str(folder / "orders" / f"{misdeed}-{rank}"), rank, step)
 
 
-def sweep(folder: Path, labels: Sequence[str], *, first: int, every: int, rank: int) -> list[Special]:
+def sweep(folder: Path, labels: Sequence[str], *, first: int, every: int, rank: int) -> list[AgentFault]:
     """Orders to die at these points, one after the other."""
-    return [Touch(str(folder / "orders" / label), rank, first + every * n) for n, label in enumerate(labels)]
+    return [TouchFile(str(folder / "orders" / label), rank, first + every * n) for n, label in enumerate(labels)]
 
 
 def deadly(folder: Path) -> dict[str, str]:
@@ -69,12 +69,12 @@ def false_clock(folder: Path) -> dict[str, str]:
     }
 
 
-def jumps(folder: Path) -> list[Special]:
+def jumps(folder: Path) -> list[AgentFault]:
     """A year ahead, then two years back."""
-    return [Jump(str(folder / "clock"), "+365d", 4), Jump(str(folder / "clock"), "-365d", 11)]
+    return [ClockJump(str(folder / "clock"), "+365d", 4), ClockJump(str(folder / "clock"), "-365d", 11)]
 
 
-def _nothing(folder: Path) -> list[Special]:
+def _nothing(folder: Path) -> list[AgentFault]:
     return []
 
 
@@ -85,7 +85,7 @@ class Case:
     names: tuple[str, ...]
     """Of the faults, in the order in which they strike."""
     faults: str = ""
-    specials: Callable[[Path], Sequence[Special]] = _nothing
+    agent_faults: Callable[[Path], Sequence[AgentFault]] = _nothing
     settings: tuple[str, ...] = ()
     env: Callable[[Path], dict[str, str]] = lambda folder: {}
     kinds: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ CASES = (
     Case(
         ("SIGKILL of a worker", "a second one while ranks are closed", "and a third"),
         "kill(rank=2, step=6)",
-        lambda folder: [Newborn(0, 1), Newborn(1, 2)],
+        lambda folder: [KillNewWorker(0, 1), KillNewWorker(1, 2)],
         kinds=("killed",) * 3,
     ),
     Case(

@@ -36,9 +36,9 @@ _GOAL = (
 
 def drill(folder: Path, shape: str, case: Case, calm: Ran) -> list[Row]:
     where, layout = folder / f"{shape}-{case.names[0].replace(' ', '-')}", SHAPES[shape].layout
-    env, specials = case.env(where), case.specials(where)
+    env, agent_faults = case.env(where), case.agent_faults(where)
     try:
-        ran = go(where, shape, *case.settings, faults=case.faults, specials=specials, env=env)
+        ran = go(where, shape, *case.settings, faults=case.faults, agent_faults=agent_faults, env=env)
     except AssertionError as error:
         return [Row(name, layout, None, None, None, str(error).splitlines()[0]) for name in case.names]
     problem = _problem(calm, ran, case)
@@ -69,7 +69,7 @@ def _worth_telling(ran: Ran, case: Case) -> Iterator[dict[str, Any]]:
     """Where orders to die were given, those; else every strike."""
     is_swept = "SIGKILL at" in case.names[0]
     for strike in ran.strikes["struck"]:
-        if not is_swept or strike["fault"].startswith("Touch"):
+        if not is_swept or strike["fault"].startswith("TouchFile"):
             yield strike
 
 

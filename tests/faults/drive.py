@@ -1,7 +1,7 @@
-"""``closeranks train``, struck by faults that can be written down and by those that tests have of their own; what was
-done is left in ``strikes.json`` beside the job.
+"""``closeranks train`` under faults in their usual notation and under those that only tests inject; what was injected
+is written to ``strikes.json`` beside the job.
 
-    python -m tests.faults.drive JOB NUM_WORKERS FAULTS SPECIALS [TABLE.KEY=VALUE]...
+    python -m tests.faults.drive JOB NUM_WORKERS FAULTS AGENT_FAULTS [TABLE.KEY=VALUE]...
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from closeranks.run.job import launch
 from closeranks.run.job.job import load_job
 from closeranks.run.job.run_folder import choose_folder
 from closeranks.telemetry.run_log.run_folder import RunFolder
-from tests.faults.strikes import Strikes, decode
+from tests.faults.agent_faults import AgentInjector, decode
 
 
-def drive(path: Path, num_workers: int, faults: str, specials: str, settings: list[str]) -> int:
+def drive(path: Path, num_workers: int, faults: str, agent_faults: str, settings: list[str]) -> int:
     folder = RunFolder(choose_folder(load_job(path, settings).value, path.stem))
-    strikes = Strikes(decode(specials))
+    agent_injector = AgentInjector(decode(agent_faults))
     asked = parse_faults(faults).faults if faults else ()
     with Injector(asked, folder.checkpoints) as injector:
 
         def on_turn(view: JobView) -> float | None:
-            return min((at for at in (injector(view), strikes(view)) if at is not None), default=None)
+            return min((at for at in (injector(view), agent_injector(view)) if at is not None), default=None)
 
         try:
             launch.train(path, settings, num_workers, on_tick=on_turn)
@@ -38,19 +38,19 @@ def drive(path: Path, num_workers: int, faults: str, specials: str, settings: li
             print(f"closeranks: {error}", file=sys.stderr)
             return error.exit_code
         finally:
-            _write_down(path.with_name("strikes.json"), injector, strikes)
+            _write_injections(path.with_name("strikes.json"), injector, agent_injector)
     return 0
 
 
-def _write_down(path: Path, injector: Injector, strikes: Strikes) -> None:
-    struck = [{**asdict(strike), "fault": str(strike.fault)} for strike in injector.injections]
-    struck += [asdict(strike) for strike in strikes.done]
-    struck.sort(key=lambda strike: float(strike["at"]))
-    missed = [*map(str, injector.missed), *map(str, strikes.pending)]
-    path.write_text(json.dumps({"struck": struck, "missed": missed}))
+def _write_injections(path: Path, injector: Injector, agent_injector: AgentInjector) -> None:
+    injected = [{**asdict(one), "fault": str(one.fault)} for one in injector.injections]
+    injected += [asdict(one) for one in agent_injector.done]
+    injected.sort(key=lambda one: float(one["at"]))
+    missed = [*map(str, injector.missed), *map(str, agent_injector.pending)]
+    path.write_text(json.dumps({"struck": injected, "missed": missed}))
 
 
 if __name__ == "__main__":
     stdio.ignore_broken_pipes(5.0)  # as the command line does
-    job, num_workers, faults, specials, *settings = sys.argv[1:]
-    sys.exit(drive(Path(job), int(num_workers), faults, specials, settings))
+    job, num_workers, faults, agent_faults, *settings = sys.argv[1:]
+    sys.exit(drive(Path(job), int(num_workers), faults, agent_faults, settings))

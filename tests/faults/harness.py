@@ -25,9 +25,9 @@ from closeranks.run.state.checkpoint_lookup import pick_checkpoint
 from closeranks.telemetry.live.status import read_status
 from closeranks.telemetry.run_log.sample_log import SampleLog, read_samples
 from tests.cli.commands import IMPORTABLE
+from tests.faults.agent_faults import AgentFault, encode
 from tests.faults.jobs import SHAPES, STEPS, write_job
 from tests.faults.machine import Machine
-from tests.faults.strikes import Special, encode
 
 TIMEOUT_S = 140.0
 
@@ -88,14 +88,14 @@ def go(
     shape: str = "ddp",
     *settings: str,
     faults: str = "",
-    specials: Sequence[Special] = (),
+    agent_faults: Sequence[AgentFault] = (),
     env: dict[str, str] | None = None,
     meanwhile: Callable[[subprocess.Popen[str], Path], None] | None = None,
 ) -> Ran:
     """Train the job in ``folder`` to its end. ``meanwhile`` is called with the agent's process and the run's folder."""
     job, how = write_job(folder), SHAPES[shape]
     (folder / "orders").mkdir(exist_ok=True)
-    words = [job, how.num_workers, faults, encode(specials), f"layout={how.layout}", *settings]
+    words = [job, how.num_workers, faults, encode(agent_faults), f"layout={how.layout}", *settings]
     machine = Machine()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(

@@ -12,10 +12,10 @@ import pytest
 from closeranks.core.events import Restored
 from closeranks.core.system.failpoints import FAILPOINTS
 from closeranks.telemetry.run_log.recorder import read_events
+from tests.faults.agent_faults import KillNewWorker
 from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly, sweep
 from tests.faults.conftest import Calm
 from tests.faults.harness import assert_clean, assert_same, assert_struck, bits, go, wait_for_step
-from tests.faults.strikes import Newborn
 
 pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 
@@ -48,7 +48,7 @@ def test_nothing_outlives_the_agent(tmp_path: Path) -> None:
 
 def test_whoever_comes_in_their_place(tmp_path: Path, calm: Calm) -> None:
     """A second fault while the first is being repaired, and a third."""
-    ran = go(tmp_path, "zero3", faults="kill(rank=2, step=6)", specials=[Newborn(0, 1), Newborn(1, 2)])
+    ran = go(tmp_path, "zero3", faults="kill(rank=2, step=6)", agent_faults=[KillNewWorker(0, 1), KillNewWorker(1, 2)])
     assert_same(calm("zero3"), ran)
     assert_struck(ran, "killed", "killed", "killed")
     assert [lost.generation for lost in ran.lost] == [0, 1, 2]
@@ -69,7 +69,7 @@ def test_at_every_point_of_a_recovery(tmp_path: Path, calm: Calm) -> None:
     """An order to die waits there when the next generation passes."""
     orders = sweep(tmp_path, IN_RECOVERY, first=3, every=4, rank=0)
     faults = ", ".join(f"kill(rank={n}, step={4 + 4 * n})" for n in range(len(IN_RECOVERY)))
-    ran = go(tmp_path, "pipeline", faults=faults, specials=orders, env=deadly(tmp_path))
+    ran = go(tmp_path, "pipeline", faults=faults, agent_faults=orders, env=deadly(tmp_path))
     assert_same(calm("pipeline"), ran)
     assert_struck(ran, *["killed"] * (2 * len(IN_RECOVERY)))
     assert os.listdir(tmp_path / "orders") == []
@@ -79,7 +79,7 @@ def test_from_the_fork_to_the_first_step_after_a_recovery(tmp_path: Path, calm: 
     """A second kill as soon as a worker is forked, when the group has formed, and in the step that is done again."""
     orders = sweep(tmp_path, AROUND_RECOVERY, first=3, every=4, rank=0)
     faults = ", ".join(f"kill(rank={n}, step={4 + 4 * n})" for n in range(len(AROUND_RECOVERY)))
-    ran = go(tmp_path, "zero3", faults=faults, specials=orders, env=deadly(tmp_path))
+    ran = go(tmp_path, "zero3", faults=faults, agent_faults=orders, env=deadly(tmp_path))
     assert_same(calm("zero3"), ran)
     assert_struck(ran, *["killed"] * (2 * len(AROUND_RECOVERY)))
     assert os.listdir(tmp_path / "orders") == []
@@ -88,7 +88,7 @@ def test_from_the_fork_to_the_first_step_after_a_recovery(tmp_path: Path, calm: 
 def test_at_every_point_of_a_copy(tmp_path: Path, calm: Calm) -> None:
     """A copy that is torn at any of its moments is not taken for one."""
     orders = sweep(tmp_path, IN_COPYING, first=2, every=2, rank=1)
-    ran = go(tmp_path, "zero3", specials=orders, env=deadly(tmp_path))
+    ran = go(tmp_path, "zero3", agent_faults=orders, env=deadly(tmp_path))
     assert_same(calm("zero3"), ran)
     assert_struck(ran, *["killed"] * len(IN_COPYING))
     assert os.listdir(tmp_path / "orders") == []

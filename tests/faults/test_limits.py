@@ -55,8 +55,8 @@ def test_without_elasticity_the_first_fault_ends_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(not FAKETIME, reason="faketime is not installed")
 def test_the_wall_clock_may_jump(tmp_path: Path, calm: Calm) -> None:
     """A year ahead, then two years back, with a fault in between."""
-    env, specials = false_clock(tmp_path), jumps(tmp_path)
-    ran = go(tmp_path, "tensor", faults="kill(rank=1, step=8)", specials=specials, env=env)
+    env, agent_faults = false_clock(tmp_path), jumps(tmp_path)
+    ran = go(tmp_path, "tensor", faults="kill(rank=1, step=8)", agent_faults=agent_faults, env=env)
     assert_same(calm("tensor"), ran)
     assert_struck(ran, "killed")
     times = [line.at for line in ran.course.events]

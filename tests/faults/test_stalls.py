@@ -26,14 +26,14 @@ def _notes(ran: Ran) -> list[str]:
 
 
 def test_asleep_in_python_and_stopped_by_a_signal(tmp_path: Path, calm: Calm) -> None:
-    ran = go(tmp_path, "ddp", IMPATIENT, faults="stop(rank=2, step=9)", specials=[order(tmp_path, "sleep", 1, 5)])
+    ran = go(tmp_path, "ddp", IMPATIENT, faults="stop(rank=2, step=9)", agent_faults=[order(tmp_path, "sleep", 1, 5)])
     assert_same(calm("ddp"), ran)
     assert_struck(ran, "hang", "stopped")
     assert [lost.rank for lost in ran.lost] == [1, 2]
 
 
 def test_alone_in_a_collective_and_frozen(tmp_path: Path, calm: Calm) -> None:
-    ran = go(tmp_path, "zero3", IMPATIENT, faults="hang(rank=0, step=9)", specials=[order(tmp_path, "alone", 1, 5)])
+    ran = go(tmp_path, "zero3", IMPATIENT, faults="hang(rank=0, step=9)", agent_faults=[order(tmp_path, "alone", 1, 5)])
     assert_same(calm("zero3"), ran)
     assert_struck(ran, "hang", "hang" if IS_FREEZING else "stopped")
     alone, frozen = (lost.rank for lost in ran.lost)
@@ -42,7 +42,7 @@ def test_alone_in_a_collective_and_frozen(tmp_path: Path, calm: Calm) -> None:
 
 
 def test_with_the_interpreters_lock_held(tmp_path: Path, calm: Calm) -> None:
-    ran = go(tmp_path, "pipeline", IMPATIENT, specials=[order(tmp_path, "gil", 3, 6)])
+    ran = go(tmp_path, "pipeline", IMPATIENT, agent_faults=[order(tmp_path, "gil", 3, 6)])
     assert_same(calm("pipeline"), ran)
     assert_struck(ran, "hang")
 
@@ -50,7 +50,7 @@ def test_with_the_interpreters_lock_held(tmp_path: Path, calm: Calm) -> None:
 @needs("exception", "oom")
 def test_exceptions_and_no_more_memory(tmp_path: Path, calm: Calm) -> None:
     faults = "exception(rank=1, step=4), oom(rank=2, step=12)"
-    ran = go(tmp_path, "tensor", faults=faults, specials=[order(tmp_path, "raise", 3, 8)])
+    ran = go(tmp_path, "tensor", faults=faults, agent_faults=[order(tmp_path, "raise", 3, 8)])
     assert_same(calm("tensor"), ran)
     assert_struck(ran, "exception", "exception", "oom")
     assert ran.lost[1].rank == 3
@@ -58,7 +58,7 @@ def test_exceptions_and_no_more_memory(tmp_path: Path, calm: Calm) -> None:
 
 
 def test_a_worker_that_leaves_with_0_in_the_middle_is_lost_not_done(tmp_path: Path, calm: Calm) -> None:
-    ran = go(tmp_path, "ddp", specials=[order(tmp_path, "exit", 1, 5), order(tmp_path, "os-exit", 0, 10)])
+    ran = go(tmp_path, "ddp", agent_faults=[order(tmp_path, "exit", 1, 5), order(tmp_path, "os-exit", 0, 10)])
     assert_same(calm("ddp"), ran)
     assert_struck(ran, "exception", "exception")
     assert "sys.exit(0) was called" in ran.lost[0].cause

@@ -8,8 +8,8 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+from tests.faults.agent_faults import ClockJump
 from tests.faults.cases import FAKETIME, false_clock
-from tests.faults.strikes import Jump
 from tests.hostile import checks
 from tests.hostile.cases import STEPS, between, kind, one_of, seconds, step
 from tests.hostile.checks import Problem
@@ -137,5 +137,5 @@ def child_in_a_session_of_its_own(run: Run, how: str, rank: int, step: int, faul
 def clock_that_jumps(run: Run, first: str, then: str, step: int) -> Generator[None]:
     run.environment |= false_clock(run.lab.folder)
     clock = str(run.lab.folder / "clock")
-    run.specials += [Jump(clock, first, step), Jump(clock, then, step + 8)]
+    run.agent_faults += [ClockJump(clock, first, step), ClockJump(clock, then, step + 8)]
     yield

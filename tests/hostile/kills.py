@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Generator
 
+from tests.faults.agent_faults import KillAfter, TouchFile
 from tests.faults.cases import AROUND_RECOVERY, IN_COPYING, IN_RECOVERY, deadly
-from tests.faults.strikes import Late, Touch
 from tests.hostile.cases import STEPS, between, kind, one_of, seconds, step
 from tests.hostile.lab import Run, kill
 
@@ -40,7 +40,7 @@ def one_fault(run: Run, fault: str, rank: int, step: int, at: float) -> Generato
 def second_kill_in_recovery(run: Run, rank: int, step: int, victim: int, after_s: float, times: int) -> Generator[None]:
     """Kills of each following generation some time after its worker was forked: in fork, open, restore, or a step."""
     run.faults.append(f"kill(rank={rank}, step={step})")
-    run.specials += [Late((victim + n) % 2, n + 1, after_s) for n in range(times)]
+    run.agent_faults += [KillAfter((victim + n) % 2, n + 1, after_s) for n in range(times)]
     yield
 
 
@@ -48,14 +48,14 @@ def second_kill_in_recovery(run: Run, rank: int, step: int, victim: int, after_s
 def kill_at_a_point_of_recovery(run: Run, label: str, rank: int, step: int) -> Generator[None]:
     run.environment |= deadly(run.lab.folder)
     run.faults.append(f"kill(rank={rank}, step={step})")
-    run.specials.append(Touch(str(run.lab.orders / label), 0, max(1, step - 1)))
+    run.agent_faults.append(TouchFile(str(run.lab.orders / label), 0, max(1, step - 1)))
     yield
 
 
 @kind("kills", label=one_of(*IN_COPYING), rank=between(0, 1), step=step())
 def kill_at_a_point_of_a_copy(run: Run, label: str, rank: int, step: int) -> Generator[None]:
     run.environment |= deadly(run.lab.folder)
-    run.specials.append(Touch(str(run.lab.orders / label), rank, step))
+    run.agent_faults.append(TouchFile(str(run.lab.orders / label), rank, step))
     yield
 
 
@@ -64,7 +64,7 @@ def kill_at_a_point_of_a_save(run: Run, label: str, step: int) -> Generator[None
     """Whoever passes there first: the trainer, its writer, or whoever collects."""
     run.environment |= deadly(run.lab.folder)
     run.settings += ["checkpoint.every=3", "checkpoint.keep_last=2"]
-    run.specials.append(Touch(str(run.lab.orders / label), 0, step))
+    run.agent_faults.append(TouchFile(str(run.lab.orders / label), 0, step))
     yield
 
 

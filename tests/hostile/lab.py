@@ -22,8 +22,8 @@ from pathlib import Path
 
 from closeranks.elastic.faults.disk import SmallDisk, mount_problem
 from tests.cli.commands import IMPORTABLE
+from tests.faults.agent_faults import AgentFault, encode
 from tests.faults.machine import Machine
-from tests.faults.strikes import Special, encode
 from tests.hostile import checks
 from tests.hostile.cases import KINDS, Case
 from tests.hostile.checks import Problem
@@ -143,7 +143,7 @@ class Run:
     settings: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    specials: list[Special] = field(default_factory=list)
+    agent_faults: list[AgentFault] = field(default_factory=list)
     stdout: int | None = None
     stderr: int | None = None
     prefix: tuple[str, ...] = ()
@@ -172,9 +172,16 @@ class Run:
         how = SHAPES[self.lab.shape]
         settings = [f"layout={how.layout}", *self.settings]
         words: list[object] = ["closeranks", "train", self.lab.job, "-n", how.num_workers, *settings]
-        if self.specials:
-            specials = encode(self.specials)
-            words = ["tests.faults.drive", self.lab.job, how.num_workers, ", ".join(self.faults), specials, *settings]
+        if self.agent_faults:
+            agent_faults = encode(self.agent_faults)
+            words = [
+                "tests.faults.drive",
+                self.lab.job,
+                how.num_workers,
+                ", ".join(self.faults),
+                agent_faults,
+                *settings,
+            ]
         elif self.faults:
             words += ["--faults", ", ".join(self.faults)]
         terminal = self.terminal

@@ -25,7 +25,7 @@ from closeranks.run.loop import run_session
 from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
 from closeranks.telemetry.run_log.recorder import read_events
 from closeranks.testing import WorldError, run_world
-from tests.elastic.boxes import make_boxes
+from tests.elastic.snapshot_files import make_snapshot_files
 from tests.run import buffered_models
 
 Tables = dict[str, dict[str, Any]]
@@ -75,7 +75,7 @@ class Case:
 
     def boxes(self, host: int) -> tuple[tuple[str, ...], ...]:
         (self.folder / f"host-{host}").mkdir(parents=True, exist_ok=True)
-        return make_boxes(self.folder / f"host-{host}", max(self.size, 4))
+        return make_snapshot_files(self.folder / f"host-{host}", max(self.size, 4))
 
 
 class Asking(StandaloneClient):

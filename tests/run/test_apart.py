@@ -19,7 +19,7 @@ from closeranks.run.job.job import check_workers, load_job
 from closeranks.run.job.resize import resize_job
 from closeranks.run.loop import run_session
 from closeranks.testing import run_world
-from tests.elastic.boxes import shared_memory
+from tests.elastic.snapshot_files import shared_memory
 from tests.run import buffered_models
 from tests.run.generations import Case, assert_same, events, losses, run, run_and_die, state, tables_of
 from tests.run.saved import tensors, tree, write

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.faults.crews import can_mount
+from tests.elastic.faults.worker_processes import can_mount
 
 pytestmark = [pytest.mark.world, can_mount]
 
@@ -32,24 +32,24 @@ def in_child(code: str, folder: Path) -> str:
 FULL = """
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
-from tests.elastic.faults.crews import Seen, Shown
+from tests.elastic.faults.worker_processes import FakeWorker, FakeView
 def attempt(name):
     try:
         (folder / name).write_bytes(bytes(100_000))
     except OSError as error:
         return error.errno
     return 0
-shown = Shown([Seen(0, os.getpid())])
+view = FakeView([FakeWorker(0, os.getpid())])
 with Injector([InjectedFault("diskfull", 2, steps=2)], folder) as injector:
-    injector(Shown([], state="starting"))
+    injector(FakeView([], state="starting"))
     (folder / "step-1").mkdir()
     (folder / "step-1" / "data").write_bytes(b"x" * 300_000)
     (folder / "latest").symlink_to("step-1")
     for step in (1, 2, 3, 4):
-        injector(shown.at(step))
+        injector(view.at(step))
         if step == 3:
             (folder / "new-1").unlink()  # whoever makes room finds it taken by the next turn
-            injector(shown)
+            injector(view)
         print(attempt(f"new-{step}"), len((folder / "latest" / "data").read_bytes()))
 print(len(injector.injections))
 """
@@ -68,7 +68,7 @@ def test_no_block_is_left_for_some_steps_and_what_lies_there_can_be_read(tmp_pat
 def test_an_interrupted_run_leaves_no_mount_and_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     code = FULL.replace(
-        "    for step in (1, 2, 3, 4):", "    injector(shown.at(2)); raise SystemExit(0)\n    for step in ():"
+        "    for step in (1, 2, 3, 4):", "    injector(view.at(2)); raise SystemExit(0)\n    for step in ():"
     )
     in_child(code, folder)
     assert (folder / "step-1" / "data").stat().st_size == 300_000

@@ -28,7 +28,7 @@ from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.inject import Injector
 from closeranks.elastic.faults.snapshot_damage import SlotHeaders, flip_bit, newest_sealed
 from tests.capture.changes import changed
-from tests.elastic.faults.crews import Seen, Shown, until
+from tests.elastic.faults.worker_processes import FakeView, FakeWorker, until
 
 NUM_BYTES = 3 << 20
 
@@ -124,11 +124,11 @@ def copying(box: list[str], num_bytes: int = NUM_BYTES) -> Iterator[subprocess.P
 @pytest.mark.world
 def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) -> None:
     with copying(box) as process, Injector([InjectedFault("torn", 1, 0)]) as injector:
-        shown = Shown([Seen(0, process.pid)], snapshot_paths=[box])
+        view = FakeView([FakeWorker(0, process.pid)], snapshot_paths=[box])
 
         def has_struck() -> bool:
-            shown.now = time.monotonic()
-            injector(shown)
+            view.now = time.monotonic()
+            injector(view)
             return bool(injector.injections)
 
         until(has_struck)
@@ -141,7 +141,7 @@ def test_torn_kills_between_the_invalid_and_the_sealed_header(box: list[str]) ->
 @pytest.mark.world
 def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
     with copying(box, 1 << 16) as process, Injector([InjectedFault("bitflip", 1, 0)]) as injector:
-        injector(Shown([Seen(0, process.pid)], snapshot_paths=[box]))
+        injector(FakeView([FakeWorker(0, process.pid)], snapshot_paths=[box]))
         assert process.wait(60) == -signal.SIGKILL
     sound = [path for path in box if not inspect_slot(path).reason]
     newest = max(sound, key=lambda path: SealedSlot(path).header.step)
@@ -152,5 +152,5 @@ def test_bitflip_strikes_the_newest_copy_and_kills(box: list[str]) -> None:
 def test_a_worker_without_boxes_cannot_be_struck_there() -> None:
     pid = os.getpid()
     with Injector([InjectedFault("torn", 1, 0)]) as injector:
-        injector(Shown([Seen(0, pid)]))
+        injector(FakeView([FakeWorker(0, pid)]))
         assert "keeps no snapshots" in injector.injections[0].error

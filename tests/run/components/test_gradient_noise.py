@@ -20,7 +20,7 @@ from closeranks.optim.noise_scale import DECAY
 from closeranks.run.job.job import load_job
 from closeranks.run.worker.agent_client import configure_worker
 from closeranks.testing import run_world
-from tests.elastic.boxes import make_boxes, shared_memory
+from tests.elastic.snapshot_files import make_snapshot_files, shared_memory
 from tests.run.small import of_kind, open_session
 
 STEPS, BATCH, MICRO = 6, 16, 4
@@ -147,7 +147,7 @@ def test_a_later_generation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     through = alone(tmp_path / "through", optim=flat)
     kept = {"optim": flat, "elastic": {"snapshot_every": 1}, "checkpoint": {"save": False}}
     with shared_memory() as place:
-        shelf = SnapshotPaths(make_boxes(place, 1), 0)
+        shelf = SnapshotPaths(make_snapshot_files(place, 1), 0)
         configure_worker(snapshot_paths=shelf)
         alone(tmp_path / "run", train={"steps": 3}, **kept)
         configure_worker(snapshot_paths=shelf)

@@ -13,7 +13,7 @@ from closeranks.capture.slots import DATA_AT, SealedSlot, inspect_slot
 from closeranks.core.events import Restored, Resumed
 from closeranks.core.system import failpoints
 from closeranks.testing import WorldError
-from tests.elastic.boxes import shared_memory
+from tests.elastic.snapshot_files import shared_memory
 from tests.faults.cases import AROUND_RECOVERY
 from tests.run.generations import Case, assert_same, events, files, losses, run, run_and_die, state
 

@@ -1,5 +1,5 @@
-"""What is done to a run from the agent's own process, beside the faults that everybody can write down: outside the
-workers, at a moment that they do not know."""
+"""Faults that only tests inject, from the agent's process, in addition to those with a notation of their own: outside
+the workers, at a time that they do not know."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from closeranks.agent.job_view import JobView, WorkerView
 from closeranks.elastic.faults.processes import TargetProcess
 
 POLL_S = 0.005
-_UNFIT = ("START", "END")
+_IDLE_PHASES = ("START", "END")
 
 
 @dataclass(frozen=True)
-class Touch:
-    """Put a file there when a rank works on a step: an order to misbehave, or to die at a point."""
+class TouchFile:
+    """Create a file when a rank works on a step: a request to misbehave, or to die at a failpoint."""
 
     path: str
     rank: int
@@ -30,7 +30,7 @@ class Touch:
 
     def is_done(self, view: JobView) -> bool:
         worker = _worker(view, self.rank)
-        if view.state != "running" or worker is None or worker.progress.phase.name in _UNFIT:
+        if view.state != "running" or worker is None or worker.progress.phase.name in _IDLE_PHASES:
             return False
         if (worker.progress.step or 0) < self.step:
             return False
@@ -39,8 +39,8 @@ class Touch:
 
 
 @dataclass(frozen=True)
-class Newborn:
-    """SIGKILL to a worker of a generation as soon as it is there, in the middle of what brings the run back."""
+class KillNewWorker:
+    """SIGKILL to a worker of a generation as soon as it exists, in the middle of a recovery."""
 
     rank: int
     generation: int
@@ -50,16 +50,16 @@ class Newborn:
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
         try:
-            with TargetProcess(worker.pid) as victim:
-                victim.signal(signal.SIGKILL)
+            with TargetProcess(worker.pid) as target:
+                target.signal(signal.SIGKILL)
         except ProcessLookupError:
             return False
         return True
 
 
 @dataclass(frozen=True)
-class Late:
-    """SIGKILL to a worker of a generation when it has lived for some time, wherever it stands then."""
+class KillAfter:
+    """SIGKILL to a worker of a generation when it has run for some time, whatever it does then."""
 
     rank: int
     generation: int
@@ -70,18 +70,18 @@ class Late:
         if view.generation != self.generation or worker is None or worker.pid is None:
             return False
         try:
-            with TargetProcess(worker.pid) as victim:
+            with TargetProcess(worker.pid) as target:
                 if time.time() - psutil.Process(worker.pid).create_time() < self.after_s:
                     return False
-                victim.signal(signal.SIGKILL)
+                target.signal(signal.SIGKILL)
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False
         return True
 
 
 @dataclass(frozen=True)
-class Jump:
-    """The wall clock of the whole run jumps: faketime reads this file at every look at a clock."""
+class ClockJump:
+    """The wall clock of the whole run jumps: faketime reads this file whenever a clock is read."""
 
     path: str
     offset: str
@@ -90,28 +90,28 @@ class Jump:
     def is_done(self, view: JobView) -> bool:
         if max((worker.progress.step or 0 for worker in view.local_workers), default=0) < self.step:
             return False
-        aside = f"{self.path}.aside"
-        Path(aside).write_text(f"{self.offset}\n")
-        os.replace(aside, self.path)
+        temporary = f"{self.path}.aside"
+        Path(temporary).write_text(f"{self.offset}\n")
+        os.replace(temporary, self.path)
         return True
 
 
-Special = Touch | Newborn | Late | Jump
-_KINDS: dict[str, type[Special]] = {kind.__name__: kind for kind in (Touch, Newborn, Late, Jump)}
+AgentFault = TouchFile | KillNewWorker | KillAfter | ClockJump
+_KINDS: dict[str, type[AgentFault]] = {kind.__name__: kind for kind in (TouchFile, KillNewWorker, KillAfter, ClockJump)}
 
 
-def encode(specials: Sequence[Special]) -> str:
-    return json.dumps([{"kind": type(one).__name__, **asdict(one)} for one in specials])
+def encode(agent_faults: Sequence[AgentFault]) -> str:
+    return json.dumps([{"kind": type(one).__name__, **asdict(one)} for one in agent_faults])
 
 
-def decode(text: str) -> list[Special]:
+def decode(text: str) -> list[AgentFault]:
     rows = json.loads(text)
     return [_KINDS[row.pop("kind")](**row) for row in rows]
 
 
 @dataclass(frozen=True)
-class Done:
-    """A strike, as ``elastic.faults.inject.Strike`` tells of one."""
+class InjectedAgentFault:
+    """An injected fault, with the fields of ``elastic.faults.inject.Injection``."""
 
     fault: str
     at: float
@@ -121,19 +121,19 @@ class Done:
     error: str = ""
 
 
-class Strikes:
-    """All of them, each once, in any order."""
+class AgentInjector:
+    """Injects each fault once, in any order."""
 
-    def __init__(self, specials: Sequence[Special]) -> None:
-        self.pending = list(specials)
-        self.done: list[Done] = []
+    def __init__(self, agent_faults: Sequence[AgentFault]) -> None:
+        self.pending = list(agent_faults)
+        self.done: list[InjectedAgentFault] = []
 
     def __call__(self, view: JobView) -> float | None:
         for one in list(self.pending):
             at = time.time()
             if one.is_done(view):
                 self.pending.remove(one)
-                self.done.append(Done(str(one), at, view.generation))
+                self.done.append(InjectedAgentFault(str(one), at, view.generation))
         return time.monotonic() + POLL_S if self.pending else None
 
 

@@ -20,7 +20,7 @@ from closeranks.elastic.faults.cgroups import CgroupControl, CgroupUnavailable, 
 from closeranks.elastic.faults.disk import mount_problem
 from closeranks.elastic.faults.processes import TargetProcess
 
-TREE = """
+SCRIPT = """
 import json, os, signal, socket, sys, time
 count, body, place = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 pairs = [socket.create_server(("127.0.0.1", 0))]
@@ -81,31 +81,31 @@ class Phase(IntEnum):
 
 
 @dataclass
-class Stand:
+class FakeProgress:
     step: int | None = 1
     phase: Phase = Phase.COMPUTE
 
 
 @dataclass
-class Seen:
+class FakeWorker:
     rank: int
     pid: int | None = None
     local_rank: int = 0
-    progress: Stand = field(default_factory=Stand)
+    progress: FakeProgress = field(default_factory=FakeProgress)
 
 
 @dataclass
-class Shown:
+class FakeView:
     """What the agent shows, changed by the test instead of by a run."""
 
-    local_workers: list[Seen]
+    local_workers: list[FakeWorker]
     now: float = 0.0
     state: str = "running"
     generation: int = 0
     snapshot_paths: Sequence[Sequence[str]] = ()
     zygote: int | None = None
 
-    def at(self, step: int) -> Shown:
+    def at(self, step: int) -> FakeView:
         for one in self.local_workers:
             one.progress.step = step
         self.now += 1.0
@@ -113,14 +113,14 @@ class Shown:
 
 
 @dataclass
-class Tree:
+class WorkerTree:
     process: subprocess.Popen[str]
     pids: list[int]
     place: Path
 
-    def shown(self) -> Shown:
-        seen = [Seen(rank, pid, rank) for rank, pid in enumerate(self.pids)]
-        return Shown(seen, now=time.monotonic(), zygote=self.process.pid)
+    def view(self) -> FakeView:
+        seen = [FakeWorker(rank, pid, rank) for rank, pid in enumerate(self.pids)]
+        return FakeView(seen, now=time.monotonic(), zygote=self.process.pid)
 
     def next_end(self) -> tuple[int, int]:
         """Rank and exit status of the next worker that ends."""
@@ -141,17 +141,17 @@ class Tree:
 
 
 @contextmanager
-def tree(count: int, body: str, place: Path) -> Iterator[Tree]:
+def worker_tree(count: int, body: str, place: Path) -> Iterator[WorkerTree]:
     """A process that forks workers, which do ``body``: spin, grow, wait or talk."""
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", TREE, str(count), body, str(place)],
+        [sys.executable, "-S", "-c", SCRIPT, str(count), body, str(place)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
         assert process.stdout is not None
-        yield Tree(process, json.loads(process.stdout.readline()), place)
+        yield WorkerTree(process, json.loads(process.stdout.readline()), place)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
