@@ -18,8 +18,8 @@ from closeranks.checkpoint.config import CheckpointConfig, seconds_of
 from closeranks.checkpoint.save.save_schedule import MOST_S
 from closeranks.facts.checkpoint_policy.save_interval import best_period_s, waste
 from closeranks.plan.policy import (
-    AUTO_MOST_S,
     LOCAL,
+    MAX_AUTO_S,
     STORE,
     CheckpointScenario,
     checkpoint_table,
@@ -99,7 +99,7 @@ def test_every_situation_has_a_policy(situation: CheckpointScenario) -> None:
 def test_what_auto_cannot_do_is_written_out() -> None:
     """A day's life and saves of ten minutes: auto would stop at half an hour."""
     policy = policy_for(CheckpointScenario(mtbf_s=24 * HOUR, stall_s=600.0, durable_s=600.0, machine_loss=0.0))
-    assert policy.nesting.period_s > AUTO_MOST_S == MOST_S
+    assert policy.nesting.period_s > MAX_AUTO_S == MOST_S
     assert parsed(checkpoint_table(policy)).every != "auto"
 
 

@@ -112,7 +112,7 @@ def most_held(folder: Path, job: Job) -> int:
         for step in session:
             step.run()
         assert session.engine.model.pipeline is not None
-        return session.engine.model.pipeline.most_held
+        return session.engine.model.pipeline.peak_held
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.facts.layout import Layout, legal_problems
-from closeranks.run.job.job import demands, load_job, micro_batch_size
+from closeranks.run.job.job import layout_constraints, load_job, micro_batch_size
 from tests.facts.powers import layouts_of_powers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"
@@ -15,7 +15,7 @@ LAYOUTS = [layout for size in range(1, 9) for layout in layouts_of_powers(size)]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tiny_is_legal_under(layout: Layout) -> None:
     job = load_job(TINY).value
-    assert legal_problems(layout, demands(job, micro_batch_size(job))) == ()
+    assert legal_problems(layout, layout_constraints(job, micro_batch_size(job))) == ()
 
 
 def test_every_axis_is_among_them() -> None:

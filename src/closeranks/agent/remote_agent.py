@@ -99,7 +99,7 @@ class RemoteAgent:
         self._client.wake()
         if self._host_controller is None and self._client.num_refused >= _MOST_REFUSED:
             fix = "Check that it is the leader, of this version, and pass its token (--token-file, CLOSERANKS_TOKEN)."
-            raise SetupError(self._client.trouble.rstrip("."), fix)
+            raise SetupError(self._client.last_error.rstrip("."), fix)
         now = time.monotonic()
         if self._host is not None and self._host_controller is None:
             self._start_host_controller(self._host, now)
@@ -113,7 +113,7 @@ class RemoteAgent:
         return min((at for at in until if at is not None), default=None)
 
     def _check_deserted(self, now: float) -> float | None:
-        since = self._client.deserted_at if self._client is not None else None
+        since = self._client.refused_since if self._client is not None else None
         if since is None or self._host is None:
             return None
         if now >= since + _DESERTED_S:

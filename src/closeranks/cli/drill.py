@@ -59,13 +59,13 @@ def drill(
     from closeranks.lab.drills.drill import DrillRequest, possible_kinds
     from closeranks.lab.drills.drill import run_drill as run
     from closeranks.run.job.job import load_job
-    from closeranks.run.job.launch import workers_of
+    from closeranks.run.job.launch import num_workers_for
 
     changes = tuple(overrides or ())
     if faults.strip():
         asked = parse_faults(faults)
     else:
-        asked, unavailable = possible_kinds(workers_of(load_job(job, changes).value, num_workers))
+        asked, unavailable = possible_kinds(num_workers_for(load_job(job, changes).value, num_workers))
         for kind, reason in unavailable.items():
             typer.echo(f"{kind} is left out, it is not possible here: {reason}.")
     command = _command(job, changes, num_workers, faults, count, seed)

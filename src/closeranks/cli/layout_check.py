@@ -20,7 +20,7 @@ from closeranks.cli.layout_list import split_words, with_layout
 from closeranks.core.errors import ConfigError, RunFailed
 from closeranks.facts.layout import Layout
 from closeranks.run.job.job import Job, check_axes, check_workers, layout_for, load_job
-from closeranks.run.job.launch import add_job_folder_to_path, modules_of, plan_for
+from closeranks.run.job.launch import add_job_folder_to_path, make_launch_plan, user_modules
 from closeranks.run.job.paths import resolve_paths
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ def _compare(job: Job, layout: Layout, precision: str, steps: int, folder: Path,
 
 def _record(job: Job, num_workers: int, record: Path) -> None:
     run = record / "run"
-    plan = plan_for(
+    plan = make_launch_plan(
         entry="closeranks.run.layout_check:record_entry",
         payload={"job": job.model_dump(mode="json"), "folder": str(run), "record": str(record)},
         folder=run,
-        preload=modules_of(job),
+        preload=user_modules(job),
         agent=job.agent,
         threads=job.run.threads,
         num_workers=num_workers,

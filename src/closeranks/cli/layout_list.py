@@ -16,8 +16,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from closeranks.cli.pictures import check_picture, drawing
-from closeranks.cli.snapshot_bytes import host_sizes, snapshot_bytes_per_rank, snapshot_memory_line
+from closeranks.cli.pictures import check_picture, picture_errors_explained
+from closeranks.cli.snapshot_bytes import hosts_of_ranks, snapshot_bytes_per_rank, snapshot_memory_line
 from closeranks.core.config.overrides import split_pairs
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.core.registry import did_you_mean, is_import_path
@@ -202,7 +202,7 @@ def show_layout(
         from closeranks.plan.mesh_picture import draw_layout
 
         check_picture(picture)
-        with drawing(picture):
+        with picture_errors_explained(picture):
             draw_layout(cost, picture)
     if as_json:
         ranks = {"num_ranks": num_ranks, "ranks": layout_text.ranks_as_json(cost)}
@@ -212,7 +212,7 @@ def show_layout(
     console = Console(highlight=False, soft_wrap=True)
     for line in _description(cost, planning_job, snapshot_memory_line(job, cost, per_host)):
         console.print(line, markup=False)
-    if warning := tensor_axis_warning(cost.layout, host_sizes(num_ranks, per_host)):
+    if warning := tensor_axis_warning(cost.layout, hosts_of_ranks(num_ranks, per_host)):
         console.print(f"\nwarning: {warning}", markup=False)
     if picture is not None:
         console.print(f"\npicture: {picture}", markup=False)

@@ -59,7 +59,7 @@ def _print_version(value: bool) -> None:
 
 
 @app.callback()
-def front(
+def main_options(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
     try:

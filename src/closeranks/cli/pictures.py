@@ -23,7 +23,7 @@ def check_picture(picture: Path | None) -> None:
 
 
 @contextmanager
-def drawing(picture: Path) -> Iterator[None]:
+def picture_errors_explained(picture: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -13,17 +13,17 @@ from closeranks.plan.layout_text import ByteUnit
 from closeranks.plan.layouts import LayoutCost
 from closeranks.run.job.job import Job
 
-USUAL_HOST = 8
+DEFAULT_WORKERS_PER_HOST = 8
 """Workers per host, if their number is not given."""
 _MAX_PAIRED = 1024
 """Maximum ranks for which backup ranks are computed; with more, each is assumed to keep a copy for a peer."""
 
 
 def workers_of_host(num_ranks: int, per_host: int) -> int:
-    return per_host or min(num_ranks, USUAL_HOST)
+    return per_host or min(num_ranks, DEFAULT_WORKERS_PER_HOST)
 
 
-def host_sizes(num_ranks: int, per_host: int) -> list[int]:
+def hosts_of_ranks(num_ranks: int, per_host: int) -> list[int]:
     return [rank // workers_of_host(num_ranks, per_host) for rank in range(num_ranks)]
 
 
@@ -36,7 +36,7 @@ def snapshot_bytes_per_rank(job: Job, cost: LayoutCost, per_host: int) -> list[i
         return [0] * num_ranks
     if job.elastic.second_copies == "off" or num_ranks == 1:
         return [snapshot_bytes(size) for size in own]
-    hosts, images = host_sizes(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
+    hosts, images = hosts_of_ranks(num_ranks, per_host), images_of(mesh, are_own=job.sync.compress.name != "none")
     if num_ranks > _MAX_PAIRED:
         hosts_of_image: dict[str, set[int]] = {}
         for host, image in zip(hosts, images, strict=True):

@@ -26,7 +26,7 @@ from closeranks.facts.durations import duration_literal, format_duration
 
 HOUR_S = 3600.0
 LOCAL, STORE, DISK = "local disk", "store", "disk"
-AUTO_MOST_S = 1800.0
+MAX_AUTO_S = 1800.0
 """The longest interval of ``every = "auto"``; a longer one is written out."""
 COMPARED_JOBS = (1, 4, 16, 64)
 NOTICES_S = (30.0, 120.0)
@@ -281,7 +281,7 @@ def checkpoint_table(policy: CheckpointPolicy) -> str:
     scenario, schedule = policy.situation, policy.nesting
     names = [placed.level.name for placed in schedule.placed]
     lines = ["[checkpoint]"]
-    if schedule.period_s <= AUTO_MOST_S:
+    if schedule.period_s <= MAX_AUTO_S:
         lines += [_line("every", '"auto"', f"about every {format_duration(schedule.period_s)} here")]
         lines += [_line("mtbf", f'"{duration_literal(scenario.mtbf_s)}"')]
     else:

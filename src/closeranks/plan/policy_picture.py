@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from closeranks.facts.checkpoint_policy.multilevel import waste_at
-from closeranks.facts.checkpoint_policy.preemption_hazard import dangers
+from closeranks.facts.checkpoint_policy.preemption_hazard import hazards
 from closeranks.facts.checkpoint_policy.save_interval import best_period_s, waste
 from closeranks.facts.checkpoint_policy.storage_contention import SharedStorage
 from closeranks.facts.durations import format_duration
@@ -184,10 +184,10 @@ def _draw_contention(axes: Any, policy: CheckpointPolicy) -> None:
 
 
 def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
-    starts_s, danger = dangers()
+    starts_s, hazard = hazards()
     hours = [start_s / HOUR_S for start_s in starts_s]
-    axes.fill_between(hours, danger, 0.01, color="#e7eef6", linewidth=0)
-    axes.plot(hours, danger, color=_ASYNCHRONOUS, linewidth=2.0)
+    axes.fill_between(hours, hazard, 0.01, color="#e7eef6", linewidth=0)
+    axes.plot(hours, hazard, color=_ASYNCHRONOUS, linewidth=2.0)
     for age in policy.ages:
         middle = (age.first_s + age.last_s) / 2 / HOUR_S
         if age.last_s - age.first_s > 12 * HOUR_S:

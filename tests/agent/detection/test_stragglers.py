@@ -22,7 +22,7 @@ class _Run:
     """Ranks that take steps of known cost, and what is found."""
 
     def __init__(self, tracker: StragglerDetector, lanes: Sequence[int], step_s: float = 0.5) -> None:
-        self._tracker, self._lanes, self._step_s = tracker, lanes, step_s
+        self._tracker, self._pipeline_ranks, self._step_s = tracker, lanes, step_s
         self._sums = [0.0] * len(lanes)
         self._num = 0
         self._now = 100.0
@@ -42,9 +42,14 @@ class _Run:
     def _look(self) -> None:
         progress_of = {
             rank: WorkerProgress(
-                self._num, WorkerPhase.COMPUTE, self._now, compute_sum_s=total, num_timed=self._num, pipeline_rank=lane
+                self._num,
+                WorkerPhase.COMPUTE,
+                self._now,
+                compute_sum_s=total,
+                num_timed=self._num,
+                pipeline_rank=pipeline_rank,
             )
-            for rank, (total, lane) in enumerate(zip(self._sums, self._lanes, strict=True))
+            for rank, (total, pipeline_rank) in enumerate(zip(self._sums, self._pipeline_ranks, strict=True))
         }
         self.found += self._tracker.check(progress_of, self._now)
 

@@ -351,7 +351,7 @@ class Cluster:
             self.check_alone(key)
             self.begun.append((self.now, key, names))
             self.led(node, effects)
-        elif lead.generation is not None and lead.phase == GenerationPhase.RUNNING and not lead.generation.asks:
+        elif lead.generation is not None and lead.phase == GenerationPhase.RUNNING and not lead.generation.requests:
             members = lead.generation.members.keys()
             if set(names) != set(members):
                 self.led(node, lead.send_request(REGROUP, now))

@@ -32,11 +32,11 @@ def test_it_may_come_before_the_lead_and_says_so_once(stage: Stage) -> None:
     client, host = stage.client(f"127.0.0.1:{port}", limits=FAST)
     stage.settle(0.3)
     assert host.notes == [f"The leader at 127.0.0.1:{port} cannot be reached: nothing listens there; trying again."]
-    assert host.notes[0] == f"{client.trouble}; trying again."
+    assert host.notes[0] == f"{client.last_error}; trying again."
     assert client.num_refused == 0
     server, lead = stage.server(port=port)
     stage.until(lambda: host.opened and lead.opened)
-    assert client.trouble == ""
+    assert client.last_error == ""
     assert server.connections[0].is_open
 
 
@@ -156,7 +156,7 @@ def test_what_is_no_lead_is_named(stage: Stage, answer: bytes, words: str) -> No
         stage.loop.unwatch(listener.fileno())
         assert len(host.notes) <= 2, "each trouble once, however often it comes"
         assert words in host.notes[0]
-        assert words in client.trouble or "closed" in client.trouble
+        assert words in client.last_error or "closed" in client.last_error
         assert host.opened == []
 
 

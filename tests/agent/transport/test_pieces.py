@@ -13,7 +13,7 @@ from closeranks.agent.transport.address import Address, listen_on, parse_address
 from closeranks.agent.transport.client import Backoff
 from closeranks.agent.transport.dns_lookup import SocketAddress, decode_answer, numeric_addresses
 from closeranks.agent.transport.refusal_log import RefusalLog
-from closeranks.agent.transport.server import most_crowded
+from closeranks.agent.transport.server import busiest_address
 from closeranks.core.errors import SetupError
 
 
@@ -54,7 +54,7 @@ def test_two_hosts_do_not_wait_alike() -> None:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1))
 def test_who_has_the_most_connections_goes_first(hosts: list[str]) -> None:
-    assert hosts.count(most_crowded(hosts)) == max(hosts.count(host) for host in hosts)
+    assert hosts.count(busiest_address(hosts)) == max(hosts.count(host) for host in hosts)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.agent.transport.token import JobToken, draw_token
+from closeranks.agent.transport.token import JobToken, generate_token
 
 from .stage import FAST, Stage
 
@@ -60,7 +60,7 @@ class Cast:
 
     def __init__(self, folder: Path) -> None:
         self.token_file = folder / "token"
-        self.token: JobToken = draw_token(self.token_file)
+        self.token: JobToken = generate_token(self.token_file)
         self.programs: list[Program] = []
 
     def start(self, role: str, prefix: Sequence[str] = (), **settings: Any) -> Program:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from closeranks.agent.transport.token import (
     JobToken,
-    draw_token,
+    generate_token,
     given_token,
     host_token,
-    lead_token,
+    leader_token,
     parse_token,
     read_token,
 )
@@ -36,7 +36,7 @@ def test_a_drawn_token_is_for_its_owner_alone_and_reads_back(tmp_path: Path) -> 
     path = tmp_path / "job" / "token"
     before = os.umask(0)
     try:
-        token = draw_token(path)
+        token = generate_token(path)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -50,7 +50,7 @@ def test_a_drawn_token_is_for_its_owner_alone_and_reads_back(tmp_path: Path) -> 
 
 def test_each_draw_is_another_and_replaces_what_lay_there(tmp_path: Path) -> None:
     path = written(tmp_path / "token", "old", 0o644)
-    tokens = {draw_token(path) for _ in range(20)}
+    tokens = {generate_token(path) for _ in range(20)}
     assert len(tokens) == 20
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -58,7 +58,7 @@ def test_each_draw_is_another_and_replaces_what_lay_there(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="cannot be written"):
-        draw_token(tmp_path / "file" / "token")
+        generate_token(tmp_path / "file" / "token")
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_a_file_comes_before_the_shell_and_a_draw_comes_last(tmp_path: Path) -> 
     assert given_token(None, shell, quiet) == JobToken(shell.encode())
     assert given_token(None, "", quiet) is None
     drawn_at = tmp_path / "drawn"
-    assert lead_token(None, shell, drawn_at, quiet) == JobToken(shell.encode())
+    assert leader_token(None, shell, drawn_at, quiet) == JobToken(shell.encode())
     assert not drawn_at.exists()
-    assert lead_token(None, "", drawn_at, quiet) == read_token(drawn_at, quiet)
+    assert leader_token(None, "", drawn_at, quiet) == read_token(drawn_at, quiet)
     with pytest.raises(SetupError, match="joining a job requires its token"):
         host_token(None, "", quiet)
     with pytest.raises(SetupError, match="CLOSERANKS_TOKEN is too short"):

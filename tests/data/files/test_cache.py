@@ -312,8 +312,8 @@ def test_ahead_never_drives_out_what_is_needed_sooner(tmp_path: Path, far: Far) 
     far.read(cache, "a")
     assert [far.ahead(cache, name, "b", "c", "d") for name in "bcd"] == [PrefetchOutcome.HERE] * 3
     assert names_in(tmp_path) == ["b", "c", "d"], "what was used made room"
-    assert far.ahead(cache, "e", "b", "c", "d", "e") is PrefetchOutcome.NO_ROOM
-    assert far.ahead(other, "e", "e") is PrefetchOutcome.NO_ROOM, "of another process's wishes, too"
+    assert far.ahead(cache, "e", "b", "c", "d", "e") is PrefetchOutcome.NO_SPACE
+    assert far.ahead(other, "e", "e") is PrefetchOutcome.NO_SPACE, "of another process's wishes, too"
     assert far.read(other, "f") == far.data["f"], "what is needed now goes before all wishes"
     assert "b" in names_in(tmp_path), "the one needed first stays longest"
     held = cache.acquire(far.item("b"), lambda: far.bring("b"))
@@ -327,7 +327,7 @@ def test_ahead_waits_for_nobody(tmp_path: Path, far: Far) -> None:
     assert part is not None
     assert far.ahead(cache, "a", "a") is PrefetchOutcome.ELSEWHERE
     part.release()
-    assert far.ahead(cache, "huge", "huge") is PrefetchOutcome.NO_ROOM
+    assert far.ahead(cache, "huge", "huge") is PrefetchOutcome.NO_SPACE
     assert far.ahead(cache, "a", "a") is PrefetchOutcome.HERE
     assert far.fetched == ["a"]
 

@@ -5,14 +5,23 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.data.files.eviction import AHEAD_S, CachedFile, cached_file, eviction_order, mark_prefetched, mark_used
+from closeranks.data.files.eviction import (
+    PREFETCH_TTL_S,
+    CachedFile,
+    cached_file,
+    eviction_order,
+    mark_prefetched,
+    mark_used,
+)
 
 NOW = 10_000.0
 NAMES = st.lists(st.sampled_from([f"file-{letter}" for letter in "abcdefgh"]), unique=True)
 FILES = NAMES.flatmap(
     lambda names: st.tuples(
         *(
-            st.builds(CachedFile, st.just(name), st.integers(0, 100), st.floats(NOW - 2 * AHEAD_S, NOW), st.booleans())
+            st.builds(
+                CachedFile, st.just(name), st.integers(0, 100), st.floats(NOW - 2 * PREFETCH_TTL_S, NOW), st.booleans()
+            )
             for name in names
         )
     )
@@ -31,7 +40,7 @@ def test_what_is_fetched_ahead_spares_all_that_is_needed_sooner(
 ) -> None:
     order = eviction_order(files, wanted, NOW, is_prefetch=True)
     assert not {file.name for file in order} & set(wanted)
-    assert all(file.was_used or NOW - file.stamped_at >= AHEAD_S for file in order)
+    assert all(file.was_used or NOW - file.stamped_at >= PREFETCH_TTL_S for file in order)
     assert order == eviction_order(files, wanted, NOW, is_prefetch=False)[: len(order)], "the same go first either way"
     assert order == sorted(order, key=lambda file: file.stamped_at), "used longest ago, first to go"
 

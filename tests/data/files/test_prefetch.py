@@ -80,7 +80,7 @@ def test_an_error_is_left_to_who_needs_the_file() -> None:
 def test_where_there_is_no_room_nobody_goes_on_before_some_is_let_go() -> None:
     has_room = threading.Event()
     fetches = Fetches(
-        lambda name: PrefetchOutcome.HERE if name == "a" or has_room.is_set() else PrefetchOutcome.NO_ROOM
+        lambda name: PrefetchOutcome.HERE if name == "a" or has_room.is_set() else PrefetchOutcome.NO_SPACE
     )
     ahead = FilePrefetcher(fetches)
     ahead.prefetch(["a", "b", "c", "d", "e"])
@@ -93,7 +93,7 @@ def test_where_there_is_no_room_nobody_goes_on_before_some_is_let_go() -> None:
 
 
 def test_closing_ends_it() -> None:
-    fetches = Fetches(lambda name: PrefetchOutcome.NO_ROOM)
+    fetches = Fetches(lambda name: PrefetchOutcome.NO_SPACE)
     ahead = FilePrefetcher(fetches)
     ahead.prefetch(["a", "b"])
     fetches.wait_for(2)

@@ -188,7 +188,7 @@ def test_letting_go_makes_room_for_wishes(prefix: str, tmp_path: Path, monkeypat
 
     def spied(*args: Any) -> PrefetchOutcome:
         outcome = fetch_ahead(*args)
-        if outcome is PrefetchOutcome.NO_ROOM:
+        if outcome is PrefetchOutcome.NO_SPACE:
             had_no_room.set()
         return outcome
 

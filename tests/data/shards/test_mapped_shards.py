@@ -31,7 +31,7 @@ class FarFiles(LocalFiles):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.held: list[str] = []
-        self.most_held = 0
+        self.peak_held = 0
         self.holds = 0
 
     @contextmanager
@@ -39,7 +39,7 @@ class FarFiles(LocalFiles):
         with super().local_path(name) as path:
             self.held.append(name)
             self.holds += 1
-            self.most_held = max(self.most_held, len(self.held))
+            self.peak_held = max(self.peak_held, len(self.held))
             try:
                 yield path
             finally:

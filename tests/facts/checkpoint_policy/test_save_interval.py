@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.facts.checkpoint_policy.multilevel import best_multilevel_schedule, waste_at
-from closeranks.facts.checkpoint_policy.preemption_hazard import LIFE_S, age_gain, ages_of, danger, dangers, lost_by
+from closeranks.facts.checkpoint_policy.preemption_hazard import LIFE_S, age_gain, ages_of, hazard, hazards, lost_by
 from closeranks.facts.checkpoint_policy.save_interval import (
     CheckpointLevel,
     best_period_s,
@@ -250,7 +250,7 @@ def test_a_little_slack_is_kinder_than_a_full_store(num_jobs: int) -> None:
 def test_machines_are_lost_in_a_bathtub() -> None:
     assert lost_by(0.0) == 0.0
     assert 0.9 < lost_by(LIFE_S) < 1.0
-    early, middle, late = (danger(first * HOUR, last * HOUR) for first, last in ((0, 1), (8, 16), (23, 24)))
+    early, middle, late = (hazard(first * HOUR, last * HOUR) for first, last in ((0, 1), (8, 16), (23, 24)))
     assert middle < 0.1 < 1 < early
     assert late > 1
 
@@ -266,7 +266,7 @@ def test_danger_has_mean_one_and_periods_follow_it() -> None:
 def test_the_gain_is_what_following_the_danger_spares() -> None:
     """Overheads added up over a life, one period against the best of each moment."""
     mtbf_s, cost_s = 3 * HOUR, 0.2
-    rates = [one / mtbf_s for one in dangers()[1]]
+    rates = [one / mtbf_s for one in hazards()[1]]
     assert sum(rates) / len(rates) == pytest.approx(1 / mtbf_s)
     fixed_s = young_period_s(mtbf_s, cost_s)
     fixed = sum(cost_s / fixed_s + rate * fixed_s / 2 for rate in rates)

@@ -122,7 +122,7 @@ def test_accuracy_rises() -> None:
     low = [replace(one, metrics={"accuracy": 0.95}) for one in PLAIN]
     high = [replace(one, metrics={"accuracy": 0.97}) for one in runs("other", None, None)]
     table = compared(low, high, target=target)
-    assert table.rises
+    assert table.higher_is_better
     assert advise(table) == "Stay with plain: it alone reaches accuracy 0.900, in 3 min 51 s."
     none = [replace(one, seconds_to_target=None) for one in low]
     assert "use other: within the budget it ends at training accuracy 0.970" in advise(

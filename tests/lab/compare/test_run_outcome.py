@@ -42,32 +42,32 @@ def test_time_is_what_the_steps_took() -> None:
 
 
 def test_a_target_is_crossed_between_two_points() -> None:
-    found = first_reaching(row(4.0, 3.0, 1.0), 2.0, rises=False)
+    found = first_reaching(row(4.0, 3.0, 1.0), 2.0, higher_is_better=False)
     assert found is not None
     assert (found.at_s, found.value) == (25.0, 2.5)
-    assert first_reaching(row(4.0, 3.0), 2.0, rises=False) is None
-    risen = first_reaching(row(0.2, 0.6), 0.5, rises=True)
+    assert first_reaching(row(4.0, 3.0), 2.0, higher_is_better=False) is None
+    risen = first_reaching(row(0.2, 0.6), 0.5, higher_is_better=True)
     assert risen is not None
     assert risen.at_s == pytest.approx(17.5)
 
 
 def test_a_target_that_is_met_at_once_takes_the_first_point() -> None:
-    found = first_reaching(row(1.0, 0.5), 2.0, rises=False)
+    found = first_reaching(row(1.0, 0.5), 2.0, higher_is_better=False)
     assert found is not None
     assert found.at_s == 10.0
 
 
 def test_what_is_not_a_number_reaches_nothing() -> None:
-    assert first_reaching(row(4.0, math.nan, math.nan), 2.0, rises=False) is None
-    found = first_reaching(row(4.0, math.nan, 1.0), 2.0, rises=False)
+    assert first_reaching(row(4.0, math.nan, math.nan), 2.0, higher_is_better=False) is None
+    found = first_reaching(row(4.0, math.nan, 1.0), 2.0, higher_is_better=False)
     assert found is not None
     assert found.at_s == 30.0, "nothing is known of the way there"
 
 
 def test_a_single_low_step_reaches_no_target() -> None:
     noisy = row(4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0, 4.0, 1.0)
-    assert first_reaching(smooth(noisy), 2.0, rises=False) is None
-    assert first_reaching(noisy, 2.0, rises=False) is not None
+    assert first_reaching(smooth(noisy), 2.0, higher_is_better=False) is None
+    assert first_reaching(noisy, 2.0, higher_is_better=False) is not None
 
 
 def test_smoothing_keeps_a_steep_start_and_skips_what_is_not_a_number() -> None:

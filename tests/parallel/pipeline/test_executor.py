@@ -72,7 +72,7 @@ def train(schedule: str, num_micro: int, prepare: Prepare = leave, **options: bo
     with counted() as sent:
         pipeline.run(work)
     found = {name: gradient for stage in pipeline.stages.values() for name, gradient in gradients(stage).items()}
-    return Told(found, work.losses, pipeline.most_held, sent.forward, sent.backward, work.backwards)
+    return Told(found, work.losses, pipeline.peak_held, sent.forward, sent.backward, work.backwards)
 
 
 def train_all(cases: Iterable[tuple[str, int]], prepare: Prepare = leave, **options: bool) -> dict[Any, Told]:
@@ -240,12 +240,12 @@ def evaluate(schedule: str, num_micro: int) -> tuple[dict[int, float], int, int]
     for stage in pipeline.stages.values():
         stage.eval()
     work = ToyWork(chain, batches(num_micro, seed=5))
-    held = pipeline.most_held
+    held = pipeline.peak_held
     with counted() as sent:
         pipeline.forward_only(work)
     after = [gradients(stage) for stage in pipeline.stages.values()]
     assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
-    assert pipeline.most_held == held
+    assert pipeline.peak_held == held
     assert work.backwards == []
     assert sent.backward == Traffic()
     for stage in pipeline.stages.values():

@@ -248,7 +248,7 @@ def test_replicas_that_train_apart_start_from_the_weights_they_were_given(saved:
         before = [kept.anchor.clone() for kept in outer.states()]
         load_initial_state(built.engine.context, built.state, tmp_path)
         kept = list(outer.states())
-        assert all(torch.equal(one.anchor, one.leaf.tensor) for one in kept)
+        assert all(torch.equal(one.anchor, one.shard.tensor) for one in kept)
         assert any(not torch.equal(one.anchor, then) for one, then in zip(kept, before, strict=True))
 
 
@@ -257,4 +257,4 @@ def test_where_all_stood_is_read_and_not_taken_from_weights_that_may_be_on_their
     with assembled(with_meetings(job_for(saved[next(iter(KINDS))]))) as built:
         local = built.engine.components.get(LocalSgd)
         local.restore(Filled(7.0))
-        assert all(one.anchor.eq(7.0).all() and not one.leaf.tensor.eq(7.0).all() for one in local.outer.states())
+        assert all(one.anchor.eq(7.0).all() and not one.shard.tensor.eq(7.0).all() for one in local.outer.states())

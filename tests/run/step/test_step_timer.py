@@ -39,8 +39,8 @@ class _Listener(StandaloneClient):
     def micro_batch_done(self, *, counts: bool = True) -> None:
         self.told.append((-1, "tick" if counts else "sign"))
 
-    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
-        self.owned.append((seconds, lane))
+    def note_compute_time(self, seconds: float, pipeline_rank: int = 0) -> None:
+        self.owned.append((seconds, pipeline_rank))
 
     def phases(self, step: int) -> list[str]:
         """In the order of a step, ticks where they fell, immediate repetitions once."""
@@ -66,7 +66,7 @@ def test_a_step_passes_through_its_phases(tmp_path: Path, listener: _Listener) -
     assert listener.phases(1) == STEP
     assert listener.phases(2) == STEP
     assert len(listener.owned) == 4
-    assert all(seconds > 0 and lane == 0 for seconds, lane in listener.owned)
+    assert all(seconds > 0 and pipeline_rank == 0 for seconds, pipeline_rank in listener.owned)
 
 
 def test_evaluating_and_saving_are_phases_of_the_step_before(tmp_path: Path, listener: _Listener) -> None:
@@ -245,8 +245,8 @@ def test_all_of_it_costs_little() -> None:
         def micro_batch_done(self, *, counts: bool = True) -> None:
             word.micro_batch_done(counts=counts)
 
-        def note_compute_time(self, seconds: float, lane: int = 0) -> None:
-            word.note_compute_time(seconds, lane)
+        def note_compute_time(self, seconds: float, pipeline_rank: int = 0) -> None:
+            word.note_compute_time(seconds, pipeline_rank)
 
     pace = StepTimer(_Direct(), make_stopwatch(torch.device("cpu"), is_independent=False))
 

@@ -34,12 +34,12 @@ def test_without_a_store_the_lead_speaks(error: Exception) -> None:
 
 
 def test_a_mistake_in_the_job_is_left_to_the_lead() -> None:
-    assert report_turn(MISTAKE, rank(3), None) is ReportTurn.LEAVE_LATE
+    assert report_turn(MISTAKE, rank(3), None) is ReportTurn.EXIT_LATE
 
 
 @pytest.mark.parametrize("error", [MISSING, BUG])
 def test_what_may_be_this_hosts_alone_is_told_late_rather_than_never(error: Exception) -> None:
-    assert report_turn(error, rank(3), None) is ReportTurn.AFTER_THE_LEAD
+    assert report_turn(error, rank(3), None) is ReportTurn.AFTER_RANK_0
 
 
 def test_when_the_lead_is_lost_one_of_the_others_says_so() -> None:
@@ -88,9 +88,9 @@ def _restored() -> Iterator[None]:
     ("turn", "speaks", "waits"),
     [
         (ReportTurn.NOW, True, False),
-        (ReportTurn.AFTER_THE_LEAD, True, True),
+        (ReportTurn.AFTER_RANK_0, True, True),
         (ReportTurn.NEVER, False, False),
-        (ReportTurn.LEAVE_LATE, False, True),
+        (ReportTurn.EXIT_LATE, False, True),
     ],
 )
 def test_speaking(
@@ -108,5 +108,5 @@ def test_a_waiting_rank_that_the_launcher_ends_keeps_its_status(monkeypatch: pyt
     left: list[int] = []
     monkeypatch.setattr(error_output.os, "_exit", left.append)
     monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
-    print_error(MISTAKE, ReportTurn.LEAVE_LATE)
+    print_error(MISTAKE, ReportTurn.EXIT_LATE)
     assert left == [2]

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from closeranks.agent.detection.progress import PHASE_WORDS, STEADY, WorkerPhase, WorkerProgress
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """The longest interval between two checks; a small ``floor_s`` shortens it."""
 _READ_FACTOR = 10.0
 """How many times ``floor_s`` a read may take: a disk or a store may pause for a while, and another worker would not
@@ -217,7 +217,7 @@ class HangDetector:
 
     def __init__(self, deadlines: HangDeadlines) -> None:
         self._deadlines = deadlines
-        self.every_s = min(LOOK_S, deadlines.floor_s / 4)
+        self.every_s = min(CHECK_INTERVAL_S, deadlines.floor_s / 4)
         self._earlier: dict[WorkerPhase, float] = {}
         self._latest: Collection[WorkerProgress] = ()
         self._stopped: dict[int, tuple[WorkerProgress, float]] = {}

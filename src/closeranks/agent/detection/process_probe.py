@@ -17,7 +17,7 @@ from pathlib import Path
 from closeranks.agent.detection.hang import ProcessSample
 from closeranks.core.tracebacks import display_path, is_package_file, is_user_file
 
-OBSERVED_S = 0.2
+SAMPLE_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_SAMPLES = 5
 _LOCK_CALLS = ("futex", "202", "98", "449")
@@ -33,7 +33,7 @@ def kernel_state(pid: int) -> str:
     return _stat(pid)[0]
 
 
-def sample_processes(pids: Mapping[int, int | None], seconds: float = OBSERVED_S) -> dict[int, ProcessSample]:
+def sample_processes(pids: Mapping[int, int | None], seconds: float = SAMPLE_S) -> dict[int, ProcessSample]:
     """Sample what processes, by rank, are doing; takes ``seconds`` in all."""
     known = {rank: pid for rank, pid in pids.items() if pid is not None}
     begun = {rank: _stat(pid)[1] for rank, pid in known.items()}

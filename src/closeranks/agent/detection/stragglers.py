@@ -31,7 +31,7 @@ class Straggler:
     rank: int
     step: int
     score: float
-    own_s: float
+    compute_s: float
     """Its compute time per micro-batch."""
     median_s: float
     """The compute time expected from the other ranks."""
@@ -41,8 +41,8 @@ class Straggler:
 class ComputeTime:
     """A rank's compute time per micro-batch since the last check."""
 
-    own_s: float
-    lane: int = 0
+    compute_s: float
+    pipeline_rank: int = 0
     usual_s: float = 0.0
     """The same in its first steps; 0: not known yet."""
 
@@ -52,8 +52,8 @@ def expected_times(times: Mapping[int, ComputeTime]) -> dict[int, float]:
     found = {}
     for rank, own in times.items():
         others = [(other, one) for other, one in times.items() if other != rank]
-        alike = [one.own_s for _, one in others if one.lane == own.lane]
-        changes = [one.own_s / one.usual_s for _, one in others if one.usual_s > 0]
+        alike = [one.compute_s for _, one in others if one.pipeline_rank == own.pipeline_rank]
+        changes = [one.compute_s / one.usual_s for _, one in others if one.usual_s > 0]
         if alike:
             found[rank] = median(alike)
         elif own.usual_s > 0 and changes:
@@ -126,7 +126,7 @@ class StragglerDetector:
         self, progress_of: Mapping[int, WorkerProgress], times: Mapping[int, ComputeTime], now: float
     ) -> list[Straggler]:
         found, expected_s = [], expected_times(times)
-        self.scores = {rank: times[rank].own_s / seconds for rank, seconds in expected_s.items()}
+        self.scores = {rank: times[rank].compute_s / seconds for rank, seconds in expected_s.items()}
         for rank, progress in progress_of.items():
             record = self._records[rank]
             record.update(self.scores.get(rank, 1.0) > self.ratio, progress.num_timed - record.num_timed, now)
@@ -136,6 +136,6 @@ class StragglerDetector:
             elif record.num_slow >= self.num_steps and now - record.slow_since >= SPAN_S:
                 record.is_reported = True
                 found.append(
-                    Straggler(rank, progress.step or 0, self.scores[rank], times[rank].own_s, expected_s[rank])
+                    Straggler(rank, progress.step or 0, self.scores[rank], times[rank].compute_s, expected_s[rank])
                 )
         return found

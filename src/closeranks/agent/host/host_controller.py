@@ -19,7 +19,7 @@ from closeranks.agent.detection.hang_reports import encode_hang
 from closeranks.agent.detection.host_report import HostReport
 from closeranks.agent.detection.progress import WorkerPhase, WorkerProgress
 from closeranks.agent.host.local_host import LocalHost
-from closeranks.agent.job.shutdown import CLEAR_S, REAP_S, TELL_S
+from closeranks.agent.job.shutdown import CLEAR_S, REAP_S, REPORT_S
 from closeranks.agent.launch_plan import AgentCallbacks
 from closeranks.agent.membership.effects import (
     FollowerEffect,
@@ -158,7 +158,7 @@ class HostController:
         if host.error is not None:
             self._report_fault(now)
         elif status.failed_at is not None:
-            wait_s = CLEAR_S if status.has_silent_death and self._hang_monitor is not None else TELL_S
+            wait_s = CLEAR_S if status.has_silent_death and self._hang_monitor is not None else REPORT_S
             if status.all_reported or now >= status.failed_at + wait_s:
                 self._report_fault(now)
                 return None

@@ -13,7 +13,7 @@ from closeranks.agent.job.placement import HostState
 from closeranks.agent.job_view import HostView
 from closeranks.agent.membership.effects import HostStatusChanged
 
-EVERY_S = 10.0
+NOTICE_INTERVAL_S = 10.0
 
 
 class HostWaitNotice:
@@ -32,7 +32,7 @@ class HostWaitNotice:
             return "", None
         if now < self._next_at and self._shown == tuple(joined):
             return "", self._next_at
-        self._shown, self._next_at = tuple(joined), now + EVERY_S
+        self._shown, self._next_at = tuple(joined), now + NOTICE_INTERVAL_S
         missing = "another host" if num_missing == 1 else f"{num_missing} more hosts"
         present = f"; here: {', '.join(joined)}" if joined else ""
         return f"Waiting for {missing} of {self._num_hosts}{present}. On each: {self._join_command}", self._next_at

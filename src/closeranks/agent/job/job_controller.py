@@ -370,7 +370,9 @@ class JobController:
 
     def _report_straggler(self, straggler: Straggler, now: float) -> None:
         host = self._recovery.host_of(straggler.rank)
-        self._emit(SlowRank(straggler.rank, host, straggler.step, straggler.score, straggler.own_s, straggler.median_s))
+        self._emit(
+            SlowRank(straggler.rank, host, straggler.step, straggler.score, straggler.compute_s, straggler.median_s)
+        )
         if self._recovery.limits.stragglers == "evict" and self._recovery.leaving is None and self.stop is None:
             cause = f"{straggler.score:.1f} times slower than the others"
             self._request_regroup(external_cause("slow", cause, rank=straggler.rank, step=straggler.step), now)

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-TELL_S = 1.0
+REPORT_S = 1.0
 """After the first failure, how long the other workers have to report theirs."""
 CLEAR_S = 0.02
 """The same where a worker died without a report: the root cause is clear, and only reports in transit are read."""

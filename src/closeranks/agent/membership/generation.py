@@ -42,7 +42,7 @@ class GenerationMember:
 
     session: HostSession
     begin: BeginGeneration
-    told_at: float
+    ordered_at: float
     """When an order that it has not confirmed yet was last sent to it."""
     state: MemberState = MemberState.ORDERED
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Generation:
         self.members = {member.session.name: member for member in members}
         self.cause = EndCause("done")
         self.store = ""
-        self.asks: list[WorkerRequest] = []
+        self.requests: list[WorkerRequest] = []
         self._num = dict.fromkeys(MemberState, 0)
         self._num[MemberState.ORDERED] = len(members)
 

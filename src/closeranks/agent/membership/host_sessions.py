@@ -53,7 +53,7 @@ class HostSessions:
         self._by_name: dict[str, HostSession] = {}
         self._expiries: list[tuple[float, int, HostSession]] = []
         self._num_pushed = 0
-        self.num_here = 0
+        self.num_present = 0
 
     def get(self, name: str) -> HostSession | None:
         return self._by_name.get(name)
@@ -62,7 +62,7 @@ class HostSessions:
         """Replaces the host's earlier session, which must be lost by now."""
         self._by_name.pop(session.name, None)
         self._by_name[session.name] = session
-        self.num_here += 1
+        self.num_present += 1
         self._push_expiry(session)
 
     def mark_lost(self, session: HostSession, dead_at: float = math.inf) -> None:
@@ -70,7 +70,7 @@ class HostSessions:
         earlier."""
         if not session.is_lost:
             session.is_lost = True
-            self.num_here -= 1
+            self.num_present -= 1
         if dead_at < session.dead_at:
             session.gone_at = dead_at
             self._push_expiry(session)

@@ -208,8 +208,8 @@ class Leader:
         generation = self.generation
         if self._is_silent(now) or generation is None or not generation.is_alive:
             return []
-        message = WorkerRequest(generation.number, len(generation.asks) + 1, request)
-        generation.asks.append(message)
+        message = WorkerRequest(generation.number, len(generation.requests) + 1, request)
+        generation.requests.append(message)
         return [self._send(member.session, message) for member in generation.live_members()]
 
     def fence(self, what: str, now: float) -> Effects:
@@ -263,7 +263,7 @@ class Leader:
     def _extend_lease(self, session: HostSession, now: float) -> LeaseTiming:
         """The host is about to be granted a lease of this length: do not count it as dead any earlier, whatever it was
         granted before."""
-        timing = self._timing(self._sessions.num_here)
+        timing = self._timing(self._sessions.num_present)
         session.expires_at = max(session.expires_at, now + timing.dead_after_s)
         return timing
 
@@ -286,10 +286,10 @@ class Leader:
         effects: Effects = []
         if heartbeat.generation == generation.number and generation.is_alive:
             effects += self._confirm_start(generation, member)
-        if member.may_have_workers and now >= member.told_at + timing.beat_s:
+        if member.may_have_workers and now >= member.ordered_at + timing.beat_s:
             missing = self._missing(generation, member, heartbeat)
             if missing:
-                member.told_at = now
+                member.ordered_at = now
             effects += [self._send(member.session, body) for body in missing]
         return effects
 
@@ -299,7 +299,7 @@ class Leader:
             return [Fence(generation.number)]
         if heartbeat.generation != generation.number:
             return [member.begin]
-        missing: list[MessageBody] = list(generation.asks[heartbeat.num_asked :])
+        missing: list[MessageBody] = list(generation.requests[heartbeat.num_asked :])
         if generation.store and not heartbeat.has_store:
             missing.append(StoreAddress(generation.number, generation.store))
         return missing
@@ -387,7 +387,7 @@ class Leader:
         generation.phase, generation.cause = GenerationPhase.BREAKING, cause
         effects: Effects = [GenerationBroken(generation.number, cause)]
         for member in generation.live_members():
-            member.told_at = now
+            member.ordered_at = now
             effects.append(self._send(member.session, Fence(generation.number)))
         return effects + self._settle_if_empty(now)
 

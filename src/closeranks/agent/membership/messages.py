@@ -41,14 +41,14 @@ CountOrNone = Annotated[int, IntCodec(-1)]
 NumWorkers = Annotated[int, IntCodec(1, _MAX_WORKERS_PER_HOST)]
 PhaseNumber = Annotated[int, IntCodec(0, len(WorkerPhase) - 1)]
 Seconds = Annotated[float, FloatCodec()]
-Pause = Annotated[float, FloatCodec(0.001, 3600.0)]
-YesNo = Annotated[bool, BoolCodec()]
-Words = Annotated[str, StrCodec()]
+Interval = Annotated[float, FloatCodec(0.001, 3600.0)]
+Flag = Annotated[bool, BoolCodec()]
+Text = Annotated[str, StrCodec()]
 Line = Annotated[str, StrCodec(_LONGEST_LINE)]
 AddressText = Annotated[str, StrCodec(512, is_name=True)]
-Facts = Annotated[dict[str, Any], DictCodec()]
+JsonObject = Annotated[dict[str, Any], DictCodec()]
 PerHost = Annotated[tuple[int, ...], RunLengthCodec()]
-Asked = Annotated[RunRequest, RequestCodec()]
+RequestField = Annotated[RunRequest, RequestCodec()]
 
 _CODECS: dict[type, tuple[tuple[str, FieldCodec], ...]] = {}
 
@@ -117,7 +117,7 @@ class Join(MessageBody):
     """Its capacity."""
     generation: CountOrNone = -1
     """The newest generation it knows of, under any leader; the next one is newer."""
-    facts: Facts = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
     """What else the leader's restart policy may need: address, version, devices."""
 
 
@@ -128,7 +128,7 @@ class Heartbeat(MessageBody):
     kind: ClassVar[str] = "beat"
     seq: Count
     generation: CountOrNone = -1
-    has_store: YesNo = False
+    has_store: Flag = False
     num_asked: Count = 0
     progress: ProgressRows = ()
 
@@ -139,7 +139,7 @@ class WorkerFailed(MessageBody):
 
     kind: ClassVar[str] = "broken"
     generation: Count
-    facts: Facts = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Fenced(MessageBody):
 
     kind: ClassVar[str] = "fenced"
     generation: Count
-    facts: Facts = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class WorkersDone(MessageBody):
 
     kind: ClassVar[str] = "done"
     generation: Count
-    facts: Facts = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Leaving(MessageBody):
     """The host was asked to leave (a preemption): remove its workers at the next step."""
 
     kind: ClassVar[str] = "leaving"
-    reason: Words = ""
+    reason: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class WorkerEvent(MessageBody):
     kind: ClassVar[str] = "event"
     generation: Count
     rank: CountOrNone
-    event: Facts = field(default_factory=dict)
+    event: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,9 @@ class Welcome(MessageBody):
     """The host is accepted; with its heartbeat interval and lease. The lease runs from when the join was sent."""
 
     kind: ClassVar[str] = "welcome"
-    beat_s: Pause
-    lease_s: Pause
-    plan: Facts = field(default_factory=dict)
+    beat_s: Interval
+    lease_s: Interval
+    plan: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +228,8 @@ class HeartbeatAck(MessageBody):
 
     kind: ClassVar[str] = "beat_back"
     seq: Count
-    beat_s: Pause
-    lease_s: Pause
+    beat_s: Interval
+    lease_s: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class BeginGeneration(MessageBody):
     """The index of the receiving host, in rank order."""
     per_host: PerHost
     """How many workers each host has, in rank order."""
-    payload: Facts = field(default_factory=dict)
+    payload: JsonObject = field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -272,7 +272,7 @@ class WorkerRequest(MessageBody):
     kind: ClassVar[str] = "ask"
     generation: Count
     number: Ordinal
-    request: Asked
+    request: RequestField
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +288,8 @@ class Dismiss(MessageBody):
     """The host is no longer needed, or not accepted: it kills its workers and ends."""
 
     kind: ClassVar[str] = "dismiss"
-    reason: Words = ""
-    rescues: YesNo = False
+    reason: Text = ""
+    rescues: Flag = False
     """The job failed with state that is only in memory: the host writes its snapshots to disk."""
 
 

@@ -1,7 +1,7 @@
 """A host's connection to the leader: connects, proves that it holds the token, and reconnects when it is cut off.
 
 The caller runs the event loop until ``deadline`` at the latest and calls ``wake`` after each iteration; the first
-``wake`` starts the first attempt. A client never gives up by itself: ``num_refused`` and ``trouble`` tell the caller
+``wake`` starts the first attempt. A client never gives up by itself: ``num_refused`` and ``last_error`` tell the caller
 when it should. Invariant: at most one of a DNS lookup, a connection attempt and a connection exists at any time.
 """
 
@@ -79,9 +79,9 @@ class ControlClient:
         """When the next attempt begins, or when the lookup or the connection attempt under way times out."""
         self._noted: list[str] = []
         self._is_closed = False
-        self.trouble = ""
+        self.last_error = ""
         """Why there is no connection, as a sentence without a full stop; empty while there is one."""
-        self.deserted_at: float | None = None
+        self.refused_since: float | None = None
         """Since when the leader's machine refuses connections (nothing listens there); None while there is a
         connection, or no answer at all."""
         self.num_refused = 0
@@ -194,15 +194,15 @@ class ControlClient:
     def _fail(self, why: str) -> None:
         self._drop_lookup()
         is_deserted = why == _unreachable(errno.ECONNREFUSED)
-        self.deserted_at = (self.deserted_at or time.monotonic()) if is_deserted else None
+        self.refused_since = (self.refused_since or time.monotonic()) if is_deserted else None
         self._wait(f"The leader at {self.address} cannot be reached: {why}")
 
     # --- connected
 
     def _on_opened(self, connection: ControlConnection) -> None:
         self._opened_at = time.monotonic()
-        self.deserted_at = None
-        self.trouble, self.num_refused = "", 0
+        self.refused_since = None
+        self.last_error, self.num_refused = "", 0
         self._noted.clear()
         self._tell_open(connection)
 
@@ -213,16 +213,16 @@ class ControlClient:
         if connection.was_open:
             if time.monotonic() - self._opened_at > self._limits.longest_wait_s:
                 self._backoff.reset()
-            self.trouble = f"The leader at {self.address} {why}"
+            self.last_error = f"The leader at {self.address} {why}"
             self._until = time.monotonic() + self._backoff.next_s()
             self._tell_close(connection, why)
         else:
-            self.num_refused += connection.is_foreign
+            self.num_refused += connection.is_other_job
             self._wait(f"The process listening at {self.address} {why}")
 
     def _wait(self, trouble: str) -> None:
         """Each reason is reported once until there has been a connection again."""
-        self.trouble = trouble
+        self.last_error = trouble
         self._until = time.monotonic() + self._backoff.next_s()
         if trouble not in self._noted and len(self._noted) < _MAX_NOTES:
             self._noted.append(trouble)

@@ -58,10 +58,10 @@ class ControlConnection:
         self._why = self._send_error = ""
         self._is_closed = False
         self.was_open = False
-        self.is_foreign = False
+        self.is_other_job = False
         """Whether what it sent, or its reaction to our proof, shows that it does not belong to this job; silence shows
         nothing."""
-        self.has_hung_up = False
+        self.closed_by_remote = False
         """Whether the remote process, or its kernel, closed the connection; False after silence or our own close."""
         self.remote_address = remote_address
         """Address of the other side, as seen from this side."""
@@ -131,13 +131,13 @@ class ControlConnection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.has_hung_up = error.errno in _RESET
+            self.closed_by_remote = error.errno in _RESET
             self._end(self._close_reason(_describe_error(error)))
             return
         if data:
             self._on_data(data)
         else:
-            self.has_hung_up = self._send_error in ("", _CLOSED)
+            self.closed_by_remote = self._send_error in ("", _CLOSED)
             self._end(self._close_reason(self._send_error or _CLOSED))
 
     def _on_data(self, data: bytes) -> None:
@@ -153,7 +153,7 @@ class ControlConnection:
             self._flush()
         except ChannelError as error:
             self._flush()
-            self.is_foreign = True
+            self.is_other_job = True
             self.refuse(error.what)
 
     def _report_open(self) -> None:
@@ -184,7 +184,7 @@ class ControlConnection:
         if self.was_open:
             return reason if self._channel.is_between_messages else f"{reason} in the middle of a message"
         if self._channel.has_sent_proof:
-            self.is_foreign = True
+            self.is_other_job = True
             return f"{reason} when it was shown our token: it probably has another one"
         return f"{reason} before it had shown that it holds the token"
 

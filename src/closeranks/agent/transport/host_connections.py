@@ -122,9 +122,9 @@ class HostConnections:
         identity = self._names.pop(connection, None)
         if identity is not None and self._connections.get(identity) is connection:
             del self._connections[identity]
-            if connection.has_hung_up:
+            if connection.closed_by_remote:
                 self._on_disconnected(*identity)
-        if not connection.has_hung_up or (identity is not None and not self._is_closing):
+        if not connection.closed_by_remote or (identity is not None and not self._is_closing):
             self._on_note(f"{identity[0] if identity else 'A host'} at {connection.remote_address} {why}.")
 
     def close_gracefully(

@@ -123,7 +123,7 @@ class ControlServer:
             ControlConnection(self._loop, endpoint, remote_address, channel, self._callbacks, self._limits)
         ] = None
         if len(self._unauthenticated) > self._limits.max_unauthenticated:
-            busiest = most_crowded([connection.remote_address.host for connection in self._unauthenticated])
+            busiest = busiest_address([connection.remote_address.host for connection in self._unauthenticated])
             oldest = next(
                 connection for connection in self._unauthenticated if connection.remote_address.host == busiest
             )
@@ -150,7 +150,7 @@ class ControlServer:
         self.close()
 
 
-def most_crowded(hosts: list[str]) -> str:
+def busiest_address(hosts: list[str]) -> str:
     """The address with the most connections, the earliest in a tie: a client that floods the server is dropped before a
     host that joins."""
     return Counter(hosts).most_common(1)[0][0]

@@ -38,7 +38,7 @@ class JobToken:
         return hmac.new(self.secret, b"closeranks token fingerprint", hashlib.sha256).hexdigest()[:8]
 
     def __repr__(self) -> str:
-        return f"Token({self.fingerprint})"
+        return f"JobToken({self.fingerprint})"
 
 
 def parse_token(text: str, source: str) -> JobToken:
@@ -72,7 +72,7 @@ def read_token(path: Path, on_note: Callable[[str], None]) -> JobToken:
     return token
 
 
-def draw_token(path: Path) -> JobToken:
+def generate_token(path: Path) -> JobToken:
     """Generate a token and write it to ``path``, readable by its owner only. The file is replaced atomically.
 
     The temporary file has mode 600 from the start, whatever the umask: there is no moment at which others can read it.
@@ -101,9 +101,9 @@ def given_token(token_file: Path | None, from_shell: str, on_note: Callable[[str
     return parse_token(from_shell, "CLOSERANKS_TOKEN") if from_shell else None
 
 
-def lead_token(token_file: Path | None, from_shell: str, draw_at: Path, on_note: Callable[[str], None]) -> JobToken:
-    """The leader's token: the one given, or a new one that is written to ``draw_at``."""
-    return given_token(token_file, from_shell, on_note) or draw_token(draw_at)
+def leader_token(token_file: Path | None, from_shell: str, new_file: Path, on_note: Callable[[str], None]) -> JobToken:
+    """The leader's token: the one given, or a new one that is written to ``new_file``."""
+    return given_token(token_file, from_shell, on_note) or generate_token(new_file)
 
 
 def host_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> JobToken:

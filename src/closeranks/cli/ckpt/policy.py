@@ -65,7 +65,7 @@ def policy(
     picture: Annotated[Path | None, typer.Option(help="Also draw it into this PNG.", metavar="OUT.png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
-    from closeranks.cli.pictures import check_picture, drawing
+    from closeranks.cli.pictures import check_picture, picture_errors_explained
     from closeranks.plan.policy import CheckpointScenario, policy_for
 
     base = CheckpointScenario(
@@ -79,7 +79,7 @@ def policy(
     if picture is not None:
         from closeranks.plan.policy_picture import draw_policy
 
-        with drawing(picture):
+        with picture_errors_explained(picture):
             draw_policy(found, picture)
     if as_json:
         _print_json(found)

@@ -30,7 +30,7 @@ def draw_lengths(found: Sequence[NamedStats], path: Path) -> None:
 
 
 def _draw_one(axes: Any, stats: NamedStats) -> None:
-    lengths = stats.survey.lengths
+    lengths = stats.stats.lengths
     bars = lengths.bars()
     axes.set_title(f"{stats.name}: {stats.headline()}", loc="left", fontsize=10, color=_INK)
     axes.bar(range(len(bars)), [bar.count for bar in bars], width=0.92, color=_BAR, zorder=2)

@@ -56,7 +56,7 @@ def stats(
 
     from closeranks.cli.data.stats_text import StatsOptions, collect_stats
     from closeranks.cli.data.verify import progress
-    from closeranks.cli.pictures import check_picture, drawing
+    from closeranks.cli.pictures import check_picture, picture_errors_explained
 
     check_picture(picture)
     words = [] if place is None else [place, *(overrides or [])]
@@ -65,13 +65,13 @@ def stats(
     if picture is not None:
         from closeranks.cli.data.length_plot import draw_lengths
 
-        with drawing(picture):
+        with picture_errors_explained(picture):
             draw_lengths(found, picture)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
     else:
         _print_all(found, picture)
-    if any(one.survey.num_bad for one in found):
+    if any(one.stats.num_bad for one in found):
         raise typer.Exit(1)
 
 
@@ -90,12 +90,12 @@ def _print(found: NamedStats) -> None:
     safe_echo(f"{found.name}: {found.headline()}")
     for name, value in found.rows():
         safe_echo(f"  {name:<12} {value}")
-    bars = found.survey.lengths.bars()
+    bars = found.stats.lengths.bars()
     if bars:
         safe_echo("")
         most = max(bar.count for bar in bars)
         rows = [
-            (f"{bar.first:,}", f"{bar.last - 1:,}", f"{bar.count:,}", f"{bar.count / found.survey.lengths.count:.1%}",
+            (f"{bar.first:,}", f"{bar.last - 1:,}", f"{bar.count:,}", f"{bar.count / found.stats.lengths.count:.1%}",
              "#" * round(40 * bar.count / most))
             for bar in bars
         ]  # fmt: skip

@@ -26,25 +26,25 @@ class StatsOptions:
 @dataclass(frozen=True, slots=True)
 class NamedStats:
     name: str
-    survey: DatasetStats
+    stats: DatasetStats
     text_bytes: int
     """Size of the documents' text before tokenization; 0 if it was not recorded."""
 
     @property
     def noun(self) -> str:
-        return "documents" if self.survey.kind == "tokens" else "records"
+        return "documents" if self.stats.kind == "tokens" else "records"
 
     @property
     def unit(self) -> str:
-        return "tokens" if self.survey.kind == "tokens" else "bytes"
+        return "tokens" if self.stats.kind == "tokens" else "bytes"
 
     def headline(self) -> str:
-        lengths = self.survey.lengths
+        lengths = self.stats.lengths
         what = f"{lengths.count:,} {self.noun}"
-        return f"{what}, {self.survey.num_tokens:,} tokens" if self.survey.kind == "tokens" else what
+        return f"{what}, {self.stats.num_tokens:,} tokens" if self.stats.kind == "tokens" else what
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        lengths, repeats, packed = self.survey.lengths, self.survey.repeats, self.survey.packed
+        lengths, repeats, packed = self.stats.lengths, self.stats.repeats, self.stats.packed
         if lengths.count:
             yield (
                 self.unit,
@@ -59,32 +59,32 @@ class NamedStats:
                 f"{repeats.num_repeated:,} equal an earlier one, {repeats.share:.2%}{sample}"
                 + (f", the most frequent {repeats.most:,} times{named}" if repeats.num_repeated else ""),
             )
-        if self.survey.num_used:
-            of = f" of {self.survey.vocab_size:,} ({self.survey.num_used / self.survey.vocab_size:.1%})"
-            yield "vocabulary", f"{self.survey.num_used:,}{of if self.survey.vocab_size else ''} ids occur"
-        if self.text_bytes and self.survey.num_tokens:
-            yield "text", f"{self.text_bytes:,} bytes, {self.text_bytes / self.survey.num_tokens:.2f} per token"
+        if self.stats.num_used:
+            of = f" of {self.stats.vocab_size:,} ({self.stats.num_used / self.stats.vocab_size:.1%})"
+            yield "vocabulary", f"{self.stats.num_used:,}{of if self.stats.vocab_size else ''} ids occur"
+        if self.text_bytes and self.stats.num_tokens:
+            yield "text", f"{self.text_bytes:,} bytes, {self.text_bytes / self.stats.num_tokens:.2f} per token"
         if packed is not None:
             yield (
                 "samples",
                 f"of {packed.seq_len:,} tokens: {packed.num_windows:,} from the stream, {packed.num_rows:,} rows of "
                 f"whole documents, {packed.efficiency:.1%} full",
             )
-        if self.survey.num_bad:
-            yield "damaged", f"{self.survey.num_bad:,} records could not be read: see `closeranks data verify`"
+        if self.stats.num_bad:
+            yield "damaged", f"{self.stats.num_bad:,} records could not be read: see `closeranks data verify`"
 
     def as_dict(self) -> dict[str, Any]:
         from dataclasses import asdict
 
-        lengths, repeats = self.survey.lengths, self.survey.repeats
+        lengths, repeats = self.stats.lengths, self.stats.repeats
         return {
             "name": self.name,
-            "kind": self.survey.kind,
+            "kind": self.stats.kind,
             f"num_{self.noun}": lengths.count,
-            "num_tokens": self.survey.num_tokens,
-            "num_bad": self.survey.num_bad,
-            "vocab_size": self.survey.vocab_size,
-            "num_used": self.survey.num_used,
+            "num_tokens": self.stats.num_tokens,
+            "num_bad": self.stats.num_bad,
+            "vocab_size": self.stats.vocab_size,
+            "num_used": self.stats.num_used,
             "text_bytes": self.text_bytes,
             "lengths": {
                 "unit": self.unit,
@@ -96,7 +96,7 @@ class NamedStats:
                 "bars": [asdict(bar) for bar in lengths.bars()],
             },
             "duplicates": None if repeats is None else {**asdict(repeats), "share": repeats.share},
-            "packed": None if self.survey.packed is None else asdict(self.survey.packed),
+            "packed": None if self.stats.packed is None else asdict(self.stats.packed),
         }
 
 

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 FILE_WHOLE = declare_failpoint("file whole aside", "a remote file is complete in the cache, under a temporary name")
 _LONGEST_POLL_S = 0.5
 
-Bring = Callable[[], Generator[bytes, None, None]]
+Fetch = Callable[[], Generator[bytes, None, None]]
 """Begins to fetch a file, piece by piece."""
 Wanted = Callable[[], Collection[str]]
 """Cache names of the files that this process needs next; these are evicted last."""
@@ -48,7 +48,7 @@ class PrefetchOutcome(Enum):
     HERE = "here"
     ELSEWHERE = "somebody else fetches it"
     FAILED = "left to who needs it"
-    NO_ROOM = "no room without driving out what is needed sooner"
+    NO_SPACE = "no room without driving out what is needed sooner"
 
 
 class HeldFile:
@@ -81,25 +81,25 @@ class FileCache:
     def path_of(self, file: RemoteFileVersion) -> Path:
         return self.folder / f"{FILE}{file.key}"
 
-    def acquire(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted = frozenset) -> HeldFile:
+    def acquire(self, file: RemoteFileVersion, fetch: Fetch, wanted: Wanted = frozenset) -> HeldFile:
         with self._translate_errors():
             lock = self._found(file)
             if lock is None:
                 with stage("fetch"):
-                    lock = self._fetched(file, bring, wanted)
+                    lock = self._fetched(file, fetch, wanted)
             mark_used(lock.fd)
             return HeldFile(lock)
 
-    def prefetch(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted) -> PrefetchOutcome:
+    def prefetch(self, file: RemoteFileVersion, fetch: Fetch, wanted: Wanted) -> PrefetchOutcome:
         """Never waits for another process, and evicts nothing that is needed sooner."""
         with self._translate_errors():
             if (lock := self._found(file)) is None:
                 part = self._begin(file)
                 if part is None:
                     return PrefetchOutcome.ELSEWHERE
-                lock = self._filled(part, file, bring, SpaceRequest(file.num_bytes, wanted, is_prefetch=True))
+                lock = self._filled(part, file, fetch, SpaceRequest(file.num_bytes, wanted, is_prefetch=True))
                 if lock is None:
-                    return PrefetchOutcome.NO_ROOM
+                    return PrefetchOutcome.NO_SPACE
             mark_prefetched(lock.fd)
             lock.release()
             return PrefetchOutcome.HERE
@@ -145,7 +145,7 @@ class FileCache:
         lock.remove()
         return None
 
-    def _fetched(self, file: RemoteFileVersion, bring: Bring, wanted: Wanted) -> Flock:
+    def _fetched(self, file: RemoteFileVersion, fetch: Fetch, wanted: Wanted) -> Flock:
         """Fetched by this process or another; if the other gave up, fetched by this one."""
         if file.num_bytes > self.max_bytes:
             raise too_large_error(file.url, file.num_bytes, self.max_bytes)
@@ -157,7 +157,7 @@ class FileCache:
                 progress.check()
                 lock = self._found(file)
             else:
-                lock = self._filled(part, file, bring, SpaceRequest(file.num_bytes, wanted, is_prefetch=False))
+                lock = self._filled(part, file, fetch, SpaceRequest(file.num_bytes, wanted, is_prefetch=False))
                 waited_s += pause_s
                 if lock is None and waited_s > self._timeouts.space_s:
                     raise no_space_error(file.url, file.num_bytes, self.folder, self.max_bytes, self._timeouts.space_s)
@@ -174,7 +174,7 @@ class FileCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             return try_exclusive(self._part_of(file), create=True)
 
-    def _filled(self, part: Flock, file: RemoteFileVersion, bring: Bring, request: SpaceRequest) -> Flock | None:
+    def _filled(self, part: Flock, file: RemoteFileVersion, fetch: Fetch, request: SpaceRequest) -> Flock | None:
         """A shared lock on the complete file; None if there is no space. On any error the unfinished part is
         removed."""
         is_whole = False
@@ -185,7 +185,7 @@ class FileCache:
             if not self._space.reserve(part.fd, request):
                 return None
             write_cached_file(
-                part.fd, file, bring(), lambda num_bytes: self._space.evict(replace(request, num_bytes=num_bytes))
+                part.fd, file, fetch(), lambda num_bytes: self._space.evict(replace(request, num_bytes=num_bytes))
             )
             failpoint(FILE_WHOLE)
             self._name(part, file)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-AHEAD_S = 600.0
+PREFETCH_TTL_S = 600.0
 """A file that was prefetched and not used for this long was requested by a process that is gone."""
 
 
@@ -41,7 +41,7 @@ def eviction_order(
     used: list[CachedFile] = []
     needed: list[CachedFile] = []
     for file in files:
-        is_needed = file.name in wanted or (not file.was_used and now - file.stamped_at < AHEAD_S)
+        is_needed = file.name in wanted or (not file.was_used and now - file.stamped_at < PREFETCH_TTL_S)
         (needed if is_needed else used).append(file)
     used.sort(key=lambda file: file.stamped_at)
     if is_prefetch:

@@ -80,7 +80,7 @@ class FilePrefetcher:
                 outcome = PrefetchOutcome.FAILED
             with self._changed:
                 self._busy.discard(name)
-                if outcome is not PrefetchOutcome.NO_ROOM:
+                if outcome is not PrefetchOutcome.NO_SPACE:
                     self._settled.add(name)
                 else:
                     # Other processes release files, too, without notice.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from closeranks.data.dataset_protocol import Ints
-from closeranks.data.shards.encoding import Form
+from closeranks.data.shards.encoding import RecordSchema
 
 Gather: TypeAlias = Callable[[Ints, int, np.dtype[Any]], npt.NDArray[Any]]
 """(positions, number of bytes, dtype) -> one row for each position."""
@@ -28,7 +28,7 @@ class SchemaColumns:
 
     __slots__ = ("_fields", "_head_bytes", "_sizes")
 
-    def __init__(self, schema: Form) -> None:
+    def __init__(self, schema: RecordSchema) -> None:
         word = 1
         sizes: list[int] = []
         self._fields: list[tuple[str, str, np.dtype[Any], int, int]] = []

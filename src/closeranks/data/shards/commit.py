@@ -19,7 +19,7 @@ from crc32c import crc32c
 from closeranks.core.errors import DataError
 from closeranks.core.system.failpoints import declare_failpoint, failpoint
 from closeranks.core.system.regular_file import open_descriptor, read_bytes
-from closeranks.data.shards.encoding import Form, decode_schemas
+from closeranks.data.shards.encoding import RecordSchema, decode_schemas
 from closeranks.data.shards.manifest import (
     NAME,
     DatasetInfo,
@@ -46,7 +46,7 @@ class FinishedShard:
     notes: Mapping[str, Any]
 
     @property
-    def schemas(self) -> list[Form]:
+    def schemas(self) -> list[RecordSchema]:
         return decode_schemas(self.notes.get("forms", []))
 
 

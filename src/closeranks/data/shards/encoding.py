@@ -1,10 +1,10 @@
 """Encodes records as bytes from which fields can be read without parsing.
 
 A record is eight bytes (the number of its schema), its fixed part (eight bytes for each number, size and end), and the
-bytes of its variable values. Its schema (names, kinds, dtypes and ranks, ``Form``) is stored once per shard in the
-notes, and all records of one schema are read with one ``struct``. Invariants: everything is little-endian and aligned
-to eight bytes; decoding is the inverse of encoding up to what ``Value`` says; nothing is ever unpickled. Pure: values
-in, bytes out.
+bytes of its variable values. Its schema (names, kinds, dtypes and ranks, ``RecordSchema``) is stored once per shard in
+the notes, and all records of one schema are read with one ``struct``. Invariants: everything is little-endian and
+aligned to eight bytes; decoding is the inverse of encoding up to what ``Value`` says; nothing is ever unpickled. Pure:
+values in, bytes out.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class RecordField:
         return f"{self.dtype}[{self.ndim}]" if self.kind == "array" else self.kind
 
 
-Form: TypeAlias = tuple[RecordField, ...]
+RecordSchema: TypeAlias = tuple[RecordField, ...]
 
 
-def encode(record: Mapping[str, Value]) -> tuple[Form, bytes]:
+def encode(record: Mapping[str, Value]) -> tuple[RecordSchema, bytes]:
     """A record's schema, and its bytes after the first eight, which hold the number of the schema in its shard."""
     schema, fixed, variable = _taken_apart(record)
     head = struct.Struct("<" + "".join(field.struct_codes for field in schema))
@@ -75,7 +75,7 @@ def _aligned(number: int) -> int:
     return (number + 7) & ~7
 
 
-def _taken_apart(record: Mapping[str, Value]) -> tuple[Form, list[Any], list[tuple[RecordField, bytes]]]:
+def _taken_apart(record: Mapping[str, Value]) -> tuple[RecordSchema, list[Any], list[tuple[RecordField, bytes]]]:
     """The schema, the fixed part (None where an end will be filled in), and the variable values."""
     schema: list[RecordField] = []
     fixed: list[Any] = []
@@ -143,7 +143,7 @@ class RecordDecoder:
 
     __slots__ = ("_fields", "_size", "_unpack")
 
-    def __init__(self, schema: Form) -> None:
+    def __init__(self, schema: RecordSchema) -> None:
         head = struct.Struct("<Q" + "".join(field.struct_codes for field in schema))
         self._unpack, self._size = head.unpack_from, head.size
         self._fields = tuple(
@@ -197,11 +197,11 @@ def _plain(kind: str, data: memoryview) -> Value:
     return text if kind == "str" else json.loads(text)
 
 
-def encode_schemas(schemas: Sequence[Form]) -> list[Any]:
+def encode_schemas(schemas: Sequence[RecordSchema]) -> list[Any]:
     return [[[f.name, f.kind, f.dtype, f.ndim][: 4 if f.kind == "array" else 2] for f in schema] for schema in schemas]
 
 
-def decode_schemas(found: Any) -> list[Form]:
+def decode_schemas(found: Any) -> list[RecordSchema]:
     """``ValueError``, ``TypeError`` or ``KeyError`` for values that are not schemas."""
     schemas = [tuple(RecordField(*field) for field in schema) for schema in found]
     for schema in schemas:

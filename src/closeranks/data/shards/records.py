@@ -19,7 +19,7 @@ from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.dataset_protocol import Ints, Record, RecordLocation, typical_block
 from closeranks.data.files.protocol import Files
 from closeranks.data.shards.columns import SchemaColumns
-from closeranks.data.shards.encoding import PREFIX, Form, RecordDecoder, decode_schemas
+from closeranks.data.shards.encoding import PREFIX, RecordDecoder, RecordSchema, decode_schemas
 from closeranks.data.shards.item_index import ItemIndex, ItemLocations
 from closeranks.data.shards.mapped_shards import AGAIN, MappedShards
 from closeranks.data.shards.shard_format import DATA_OFFSET
@@ -44,7 +44,7 @@ class ShardRecords:
         self.identity = manifest.identity
         self._columns: dict[int, list[SchemaColumns]] = {}
         """By shard and schema number; equal schemas of different shards share one object."""
-        self._same: dict[Form, SchemaColumns] = {}
+        self._same: dict[RecordSchema, SchemaColumns] = {}
         self.fields = dict(manifest.fields)
         """Every field's name, and the kinds of its values."""
         self.block = typical_block(manifest.regions.num_items)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from closeranks.core.errors import BadRecordError, DataError
 from closeranks.data.shards.commit import commit, open_shard
-from closeranks.data.shards.encoding import PREFIX, Form, Value, encode, encode_schemas
+from closeranks.data.shards.encoding import PREFIX, RecordSchema, Value, encode, encode_schemas
 from closeranks.data.shards.manifest import DatasetInfo, DatasetManifest, ShardEntry
 from closeranks.data.shards.shard_file import ShardFile
 from closeranks.data.shards.shard_format import BLOCK_BYTES, SUFFIX, TOKEN_DTYPES, ShardHeader
@@ -181,7 +181,7 @@ class RecordShardWriter(_Writer):
         shard_bytes: int = SHARD_BYTES,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._schemas: dict[Form, int] = {}
+        self._schemas: dict[RecordSchema, int] = {}
         super().__init__(folder, ShardHeader("records", "", block_bytes), part, first, build, shard_bytes)
 
     def append(self, record: Mapping[str, Value], *, cursor: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 Machines that live at most a day have a bathtub-shaped hazard (arXiv 1911.05160): preemptions are frequent in the first
 hours, rare in the middle and certain at the end. The share lost by age t has the form
-A (1 - e^(-t/early) + e^((t-life)/late)). Invariant: ``danger`` has mean 1 over a lifetime, so that it changes when a
+A (1 - e^(-t/early) + e^((t-life)/late)). Invariant: ``hazard`` has mean 1 over a lifetime, so that it changes when a
 job fails but not how often; the constants are an assumption about the shape, not measurements of real machines.
 """
 
@@ -39,7 +39,7 @@ def lost_by(age_s: float) -> float:
     return _SHARE * (early + late)
 
 
-def danger(first_s: float, last_s: float) -> float:
+def hazard(first_s: float, last_s: float) -> float:
     """The hazard between two ages, relative to the mean over a whole lifetime."""
     dead = -math.log(1 - lost_by(last_s)) + math.log(1 - lost_by(first_s))
     mean = -math.log(1 - lost_by(LIFE_S)) / LIFE_S
@@ -50,21 +50,21 @@ def ages_of(mtbf_s: float, cost_s: float, floor_s: float) -> tuple[AgeInterval, 
     """Save periods that follow the hazard, for a job whose machines all started together."""
     found = []
     for first, last in pairwise(_EDGES_S):
-        how = danger(first, last)
+        how = hazard(first, last)
         found.append(AgeInterval(first, last, how, max(floor_s, young_period_s(mtbf_s / how, cost_s))))
     return tuple(found)
 
 
-def dangers() -> tuple[list[float], list[float]]:
+def hazards() -> tuple[list[float], list[float]]:
     """Consecutive ages over a whole lifetime, and the hazard from each to the next."""
     edges = [LIFE_S * place / _NUM_SAMPLES for place in range(_NUM_SAMPLES + 1)]
-    return edges[:-1], [danger(first, last) for first, last in pairwise(edges)]
+    return edges[:-1], [hazard(first, last) for first, last in pairwise(edges)]
 
 
 def age_gain() -> float:
     """Share of the overhead (saves and lost work) that following the hazard saves, compared with one fixed period.
 
-    The overhead grows with the square root of the rate, so it is 1 - mean(sqrt(danger)) / sqrt(mean(danger)).
+    The overhead grows with the square root of the rate, so it is 1 - mean(sqrt(hazard)) / sqrt(mean(hazard)).
     """
-    roots = [math.sqrt(how) for how in dangers()[1]]
+    roots = [math.sqrt(how) for how in hazards()[1]]
     return 1 - sum(roots) / len(roots)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from closeranks.lab.compare.result_table import ResultTable, RunStat, SettingRow
 from closeranks.telemetry.formatting import brief, duration
 
-CLEAR = 0.02
+MIN_GAIN = 0.02
 """A gain of less than two percent is not worth changing a job for."""
 _SAME = 0.001
 """Final figures that differ by less than this share are considered equal, however small their spread."""
@@ -21,11 +21,11 @@ _SAME = 0.001
 
 def is_faster(ratio: RunStat | None) -> bool:
     """Whether a setting is faster than the baseline by more than the spread over the seeds."""
-    return ratio is not None and ratio.mean - 1 > max(ratio.spread, CLEAR)
+    return ratio is not None and ratio.mean - 1 > max(ratio.spread, MIN_GAIN)
 
 
 def is_slower(ratio: RunStat | None) -> bool:
-    return ratio is not None and 1 - ratio.mean > max(ratio.spread, CLEAR)
+    return ratio is not None and 1 - ratio.mean > max(ratio.spread, MIN_GAIN)
 
 
 def is_same(gap: RunStat, base: SettingRow) -> bool:
@@ -35,12 +35,12 @@ def is_same(gap: RunStat, base: SettingRow) -> bool:
 
 def is_better(table: ResultTable, row: SettingRow) -> bool:
     gap = row.final_gap
-    return gap is not None and not is_same(gap, table.baseline) and (gap.mean > 0) == table.rises
+    return gap is not None and not is_same(gap, table.baseline) and (gap.mean > 0) == table.higher_is_better
 
 
 def is_worse(table: ResultTable, row: SettingRow) -> bool:
     gap = row.final_gap
-    return gap is None or (not is_same(gap, table.baseline) and (gap.mean > 0) != table.rises)
+    return gap is None or (not is_same(gap, table.baseline) and (gap.mean > 0) != table.higher_is_better)
 
 
 _TINY = 1e-5
@@ -144,7 +144,7 @@ def _ties(best: SettingRow, rows: Sequence[SettingRow], pick: Callable[[SettingR
         other = pick(row)
         if row is best or most is None or other is None or not is_faster(other):
             continue
-        if most.mean - other.mean <= max(most.spread, other.spread, CLEAR):
+        if most.mean - other.mean <= max(most.spread, other.spread, MIN_GAIN):
             names.append(row.name)
     return f" ({' and '.join(names)}: no clear difference from it)" if names else ""
 
@@ -218,7 +218,7 @@ def _by_quality(table: ResultTable, sound: Sequence[SettingRow], when: str) -> A
 
 
 def _furthest(table: ResultTable, rows: Sequence[SettingRow]) -> SettingRow:
-    return (max if table.rises else min)(rows, key=lambda row: _mean(row.final))
+    return (max if table.higher_is_better else min)(rows, key=lambda row: _mean(row.final))
 
 
 def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
@@ -230,7 +230,7 @@ def _use(table: ResultTable, row: SettingRow, when: str) -> AdvicePhrase:
 def _price(table: ResultTable, row: SettingRow) -> str:
     """What else the setting costs: time if it is slower, and other numbers of workers."""
     base, text = table.baseline, ""
-    if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + CLEAR) * _mean(base.seconds):
+    if base.is_sound and not table.is_timed and _mean(row.seconds) > (1 + MIN_GAIN) * _mean(base.seconds):
         what = "but takes" if table.target is None else "but the whole budget takes"
         text = f", {what} {duration(_mean(row.seconds))} instead of {duration(_mean(base.seconds))}"
     if row.num_workers != base.num_workers:

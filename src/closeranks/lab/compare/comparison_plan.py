@@ -23,9 +23,9 @@ from closeranks.core.config.toml.writer import Parts, dotted_key, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.lab.compare.config import Changes, CompareConfig, ComparisonSetting, as_user_error
 from closeranks.run.job.job import Job, check_workers, load_job
-from closeranks.run.job.launch import workers_of
+from closeranks.run.job.launch import num_workers_for
 
-QUIET = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
+DEFAULT_OVERRIDES = ("checkpoint.save=false", "telemetry.report=false", "elastic.second_copies=off")
 """A comparison needs none of these; a setting that measures one turns it on. By default, second copies would be sent
 over the network under some settings and not under others."""
 _RESERVED = {
@@ -107,7 +107,7 @@ def _leaves(values: Mapping[str, Any], parts: Parts) -> Iterator[tuple[Parts, An
 def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) -> ComparisonCase:
     where = f"setting '{setting.name}'"
     own = [*override_texts(compare.set), *override_texts(setting.set)]
-    overrides = (*QUIET, *own, *_budget(compare))
+    overrides = (*DEFAULT_OVERRIDES, *own, *_budget(compare))
     try:
         if problems := list(_reserved_problems(own)):
             raise ConfigError(problems)
@@ -129,7 +129,7 @@ def _workers(compare: CompareConfig, setting: ComparisonSetting, job: Job) -> in
     wanted = setting.workers or compare.workers
     if compare.network is not None:
         return wanted or compare.network.hosts
-    return workers_of(job, wanted)
+    return num_workers_for(job, wanted)
 
 
 def _budget(compare: CompareConfig) -> list[str]:

@@ -54,7 +54,7 @@ class ComparisonTarget(ConfigTable):
     """Which figure: of the training steps, smoothed, or of evaluations (train.eval_every)."""
 
     @property
-    def rises(self) -> bool:
+    def higher_is_better(self) -> bool:
         return self.metric != "loss"
 
 

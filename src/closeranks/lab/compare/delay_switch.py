@@ -26,7 +26,7 @@ _HEADER_BYTES = 10
 _MAX_FRAME_BYTES = 1 << 17
 _AT_ONCE = 64
 
-Held = tuple[float, socket.socket, bytes]
+DelayedFrame = tuple[float, socket.socket, bytes]
 
 
 def open_port(name: str) -> socket.socket:
@@ -45,7 +45,7 @@ class DelaySwitch:
         self._ports = {port.fileno(): port for port in ports}
         self._delay_s = delay_s
         self._seen_at: dict[bytes, socket.socket] = {}
-        self._queue: deque[Held] = deque()
+        self._queue: deque[DelayedFrame] = deque()
         self._poll = select.epoll()
         for number in self._ports:
             self._poll.register(number, select.EPOLLIN)

@@ -39,7 +39,7 @@ class ComparisonResult:
     outcomes: tuple[ComparisonRunOutcome, ...]
     table: ResultTable
     advice: str
-    uncounted: str = ""
+    not_counted_reason: str = ""
     """Why bytes were not measured."""
     command: str = ""
 
@@ -92,7 +92,7 @@ def as_json(result: ComparisonResult) -> dict[str, Any]:
         "recommendation": result.advice,
         "baseline": table.baseline.name,
         "metric": table.metric,
-        "bytes_not_measured": result.uncounted,
+        "bytes_not_measured": result.not_counted_reason,
         "settings": [_setting(result, row) for row in table.rows],
     }
     return _finite(document)  # type: ignore[no-any-return]
@@ -176,9 +176,9 @@ def conditions(result: ComparisonResult) -> str:
             f"{network.hosts} hosts (network namespaces), {links}, {network.delay_ms:g} ms between two of them."
         )
         parts.append("Bytes are those that crossed the links.")
-    elif result.uncounted:
+    elif result.not_counted_reason:
         but = ", except in earlier runs" if any(one.bytes_total is not None for one in result.outcomes) else ""
-        parts.append(f"Bytes were not measured{but}: {result.uncounted}.")
+        parts.append(f"Bytes were not measured{but}: {result.not_counted_reason}.")
     else:
         parts.append("Bytes are those that the workers sent one another over loopback.")
     of = "the last evaluation" if table.is_evaluated else "the last tenth of training"

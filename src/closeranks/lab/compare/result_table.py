@@ -92,7 +92,7 @@ class ResultTable:
     rows: tuple[SettingRow, ...]
     metric: str
     """What ``final`` is: loss, or the target's metric."""
-    rises: bool
+    higher_is_better: bool
     """Whether higher is better."""
     is_evaluated: bool
     """Whether ``final`` was measured on held-out data."""
@@ -119,7 +119,7 @@ def make_table(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome])
     return ResultTable(
         rows=tuple(_row(group, groups[0], final, has_target=target is not None) for group in groups if group),
         metric=metric,
-        rises=metric != "loss",
+        higher_is_better=metric != "loss",
         is_evaluated=is_evaluated,
         target=target.value if target else None,
         is_timed=compare.budget.seconds is not None,

@@ -210,9 +210,9 @@ def smooth(raw: Sequence[MetricPoint]) -> list[MetricPoint]:
     return smoothed
 
 
-def first_reaching(series: Sequence[MetricPoint], target: float, *, rises: bool) -> MetricPoint | None:
+def first_reaching(series: Sequence[MetricPoint], target: float, *, higher_is_better: bool) -> MetricPoint | None:
     """Where a series first reaches the target, interpolated between points; ``value`` is the step. None if nowhere."""
-    sign = 1.0 if rises else -1.0
+    sign = 1.0 if higher_is_better else -1.0
     before: MetricPoint | None = None
     for point in series:
         shortfall = sign * (target - point.value)
@@ -229,8 +229,12 @@ def first_reaching(series: Sequence[MetricPoint], target: float, *, rises: bool)
 
 def _reached(target: ComparisonTarget, history: RunHistory) -> MetricPoint | None:
     if target.of == "evaluation":
-        return first_reaching(eval_points(history, target.metric), target.value, rises=target.rises)
-    return first_reaching(smooth(points(history.steps, target.metric)), target.value, rises=target.rises)
+        return first_reaching(
+            eval_points(history, target.metric), target.value, higher_is_better=target.higher_is_better
+        )
+    return first_reaching(
+        smooth(points(history.steps, target.metric)), target.value, higher_is_better=target.higher_is_better
+    )
 
 
 def _first(values: Sequence[float]) -> float | None:

@@ -104,7 +104,7 @@ def _prepare(request: DrillRequest) -> tuple[Job, int]:
     if detect_world().launcher in ("torchrun", "slurm"):
         raise SetupError("`closeranks drill` starts its own workers", "Start it without torchrun or srun.")
     job = load_job(request.path, request.overrides).value
-    num_workers = launch.workers_of(job, request.num_workers)
+    num_workers = launch.num_workers_for(job, request.num_workers)
     if problems := check_workers(job, num_workers):
         raise ConfigError(problems)
     if not job.elastic.enabled:
@@ -204,7 +204,7 @@ def train_with_faults(
         what = f"`{asked.kinds[0]}` does not say which rank and step"
         raise UserError(what, f"Write {asked.kinds[0]}(rank=1, step=3), or let `closeranks drill` choose.")
     job = load_job(path, overrides).value
-    check_faults(asked.faults, launch.workers_of(job, num_workers), job.train.steps)
+    check_faults(asked.faults, launch.num_workers_for(job, num_workers), job.train.steps)
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
         launch.train(path, overrides, num_workers, on_tick=injector, hosts=party)

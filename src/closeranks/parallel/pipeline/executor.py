@@ -123,7 +123,7 @@ class Pipeline:
         self.channel = P2PChannel(group, device)
         self.peak_in_flight: Counter[int] = Counter()
         """For each stage, the largest number of micro-batches whose activations it has held at once."""
-        self.most_held = 0
+        self.peak_held = 0
         """The same over all stages of this rank together; defined as in ``facts.pipeline.timeline.peak_in_flight``."""
         self.channel.open()
 
@@ -251,7 +251,7 @@ class _Run:
         )
         pipeline, num_held = self._pipeline, sum(stage == at.stage for stage, _ in self._held)
         pipeline.peak_in_flight[at.stage] = max(pipeline.peak_in_flight[at.stage], num_held)
-        pipeline.most_held = max(pipeline.most_held, len(self._held))
+        pipeline.peak_held = max(pipeline.peak_held, len(self._held))
 
     # Backward
 

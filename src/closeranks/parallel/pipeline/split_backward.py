@@ -35,7 +35,7 @@ class WeightBranches:
 
     roots: list[Node]
     leaves: list[Node]
-    noted: dict[Node, Gradients] = field(default_factory=dict)
+    gradients: dict[Node, Gradients] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def backward_input(
     if plan.whole == "first":
         _backward({output: gradient})
         return WeightBackward()
-    handles = [root.register_prehook(_noting(branch.noted, root)) for branch in plan.later for root in branch.roots]
+    handles = [root.register_prehook(_noting(branch.gradients, root)) for branch in plan.later for root in branch.roots]
     try:
         wanted = [get_gradient_edge(stage_input), *(GradientEdge(leaf, 0) for leaf in plan.now)]
         _backward({output: gradient}, wanted, retain_graph=bool(plan.later))
@@ -115,12 +115,12 @@ def backward_weight(remainder: WeightBackward) -> None:
 def _run(branch: WeightBranches, retain_graph: bool) -> None:
     arrived: dict[GradientEdge, Tensor | None] = {
         GradientEdge(root, number): gradient
-        for root, gradients in branch.noted.items()
+        for root, gradients in branch.gradients.items()
         for number, gradient in enumerate(gradients)
         if gradient is not None
     }
     # Tensor hooks run before these prehooks; they already took effect in the first half.
-    handles = [root.register_prehook(_putting_back(gradients)) for root, gradients in branch.noted.items()]
+    handles = [root.register_prehook(_putting_back(gradients)) for root, gradients in branch.gradients.items()]
     try:
         if arrived:
             _backward(arrived, [GradientEdge(leaf, 0) for leaf in branch.leaves], retain_graph)

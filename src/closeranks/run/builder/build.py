@@ -290,7 +290,9 @@ def make_step_timer(
 ) -> StepTimer:
     is_independent = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
     stopwatch = make_stopwatch(device, is_independent=is_independent and job.layout.batch_norm != "sync")
-    step_timer = StepTimer(current_agent_client(), stopwatch, lane=groups.pipeline.rank, is_even=layout.pipeline == 1)
+    step_timer = StepTimer(
+        current_agent_client(), stopwatch, pipeline_rank=groups.pipeline.rank, is_even=layout.pipeline == 1
+    )
     world_group.closers.append(step_timer.close)
     return step_timer
 

@@ -19,7 +19,7 @@ from closeranks.facts.shapes import digits, pairs
 from closeranks.facts.shapes.llama import llama_structure
 from closeranks.facts.shapes.model_structure import ModelStructure, distinct_parameters, model_structure
 from closeranks.plan.layouts import PlanningJob
-from closeranks.run.job.job import Job, demands, micro_batch_size
+from closeranks.run.job.job import Job, layout_constraints, micro_batch_size
 from closeranks.sync.config import SyncConfig
 from closeranks.sync.reducers.buckets import BucketMember, plan_buckets
 
@@ -42,7 +42,7 @@ def describe_job(job: Job) -> PlanningJob:
 
 
 def _describe(job: Job) -> PlanningJob:
-    needs = demands(job, micro_batch_size(job))
+    needs = layout_constraints(job, micro_batch_size(job))
     if is_import_path(job.model.name):
         spec, module = _built_on_meta(job)
         if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now

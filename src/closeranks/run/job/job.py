@@ -92,7 +92,7 @@ def check_pairing(job: Job) -> Iterable[Problem]:
 
 
 def _vocabulary_problems(job: Job, num_tokens: int) -> Iterable[Problem]:
-    vocab = demands(job, 1).vocab_size
+    vocab = layout_constraints(job, 1).vocab_size
     if 0 < vocab < num_tokens:
         what = f"the data's vocabulary has {num_tokens} tokens, the model's only {vocab}"
         yield Problem("model.vocab_size", what, f"Set it to {num_tokens} or more.")
@@ -188,7 +188,7 @@ def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = 
         what = f"the layout takes {pluralize(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
     micro = micro_batch_size(job)
-    needs = needs or demands(job, micro)
+    needs = needs or layout_constraints(job, micro)
     problems += legal_problems(layout, needs)
     if problems:
         advice = nearest_layout_hint(layout, needs, num_workers)
@@ -213,7 +213,7 @@ def micro_batch_size(job: Job) -> int:
     return max(1, usual, 0 if job.data.seq_len else min(_SMALL, whole // _LEAST_MICRO))
 
 
-def demands(job: Job, micro_batch: int) -> LayoutConstraints:
+def layout_constraints(job: Job, micro_batch: int) -> LayoutConstraints:
     return job.model.layout_constraints(
         seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch
     )

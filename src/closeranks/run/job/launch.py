@@ -22,7 +22,7 @@ from closeranks.agent.job_view import JobView
 from closeranks.agent.launch_plan import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
 from closeranks.agent.transport.address import parse_listen
 from closeranks.agent.transport.host_connections import JoinEndpoint
-from closeranks.agent.transport.token import lead_token
+from closeranks.agent.transport.token import leader_token
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
 from closeranks.core.events import Event, RunStarted, Saved, Warned, decode
 from closeranks.core.registry import is_import_path
@@ -78,7 +78,7 @@ def train(
         return
     job = resolve_existing_paths(load_job(path, overrides).value, path)
     add_job_folder_to_path(path)
-    num_workers = workers_of(job, num_workers)
+    num_workers = num_workers_for(job, num_workers)
     with owned_run_folder(job, path.stem) as owned:
         history = _batch_history(job, owned.folder)
         job = history.apply_to(job)
@@ -97,7 +97,7 @@ def _training_launch(
         payload=_payload(job, owned.folder, history),
         folder=owned.folder,
         is_new=owned.is_new,
-        preload=modules_of(job),
+        preload=user_modules(job),
         agent=_reachable(job.agent, hosts),
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
@@ -134,7 +134,7 @@ def listen_address(hosts: JobHosts) -> tuple[str, int]:
     return parse_listen(hosts.listen)
 
 
-def workers_of(job: Job, wanted: int) -> int:
+def num_workers_for(job: Job, wanted: int) -> int:
     """As many as were asked for; 0: one for each GPU, or as many as the layout names."""
     return wanted or num_gpus() or layout_for(job, 1).num_ranks
 
@@ -237,7 +237,7 @@ class _Launch:
 
 
 def _start(launch: _Launch, num_workers: int) -> None:
-    plan = plan_for(
+    plan = make_launch_plan(
         launch.entry,
         launch.payload,
         launch.folder,
@@ -282,7 +282,7 @@ def _join_endpoint(launch: _Launch, on_note: Callable[[str], None]) -> JoinEndpo
     if not hosts.accepts_hosts:
         return None
     default_file = (launch.folder / "job.token").absolute()
-    token = lead_token(hosts.token_file, job_token(), default_file, on_note)
+    token = leader_token(hosts.token_file, job_token(), default_file, on_note)
     host, port = listen_address(hosts)
     token_file = hosts.token_file or ("" if job_token() else default_file)
     return JoinEndpoint(host, port, token, address=launch.agent.host, token_file=str(token_file))
@@ -296,7 +296,7 @@ def parse_hosts(text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def plan_for(
+def make_launch_plan(
     entry: str,
     payload: dict[str, Any],
     folder: Path,
@@ -406,7 +406,7 @@ def _threads(wanted: int, num_workers: int) -> int:
     return wanted or thread_limit() or max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-def modules_of(job: Job) -> tuple[str, ...]:
+def user_modules(job: Job) -> tuple[str, ...]:
     """Modules of the user's that the job names: imported once, before the workers are forked."""
     code = [getattr(job.model, "loss", ""), getattr(job.data, "collate", "")]
     names = [job.model.name, job.data.name, *code, *job.run.hooks]

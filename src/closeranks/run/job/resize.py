@@ -15,7 +15,7 @@ from closeranks.data.sampling.cursor import Cursor, position_after
 from closeranks.elastic.config import ElasticConfig
 from closeranks.facts.layout import Layout, LayoutConstraints, pluralize
 from closeranks.facts.nearest_layout import nearest_first
-from closeranks.run.job.job import Job, check_workers, demands, layout_for, micro_batch_size
+from closeranks.run.job.job import Job, check_workers, layout_constraints, layout_for, micro_batch_size
 from closeranks.sync.local_sgd import replica_groups
 
 _TABLE = ("data", "zero", "shard", "tensor", "pipeline", "schedule")
@@ -68,7 +68,7 @@ def _layouts(job: Job, full: Layout, most: int) -> Iterator[Layout]:
 
 def _near(job: Job, full: Layout, most: int) -> Iterator[Layout]:
     """All legal layouts of at most ``most`` ranks, the largest first; made lazily, as a thousand take a second."""
-    needs = demands(job, micro_batch_size(job))
+    needs = layout_constraints(job, micro_batch_size(job))
     for size in range(most, 0, -1):
         yield from (layout for layout in nearest_first(full, needs, size) if _is_sure(layout, full, needs, job))
 

@@ -78,7 +78,7 @@ class RestoredGeneration:
     """Where a generation starts, and what it found in memory."""
 
     start_point: StartPoint
-    shelf: SnapshotPaths
+    snapshot_paths: SnapshotPaths
     folder: Path
     event: Restored | None = None
     found_copies: tuple[SnapshotCopy, ...] = ()

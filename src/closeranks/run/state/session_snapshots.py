@@ -68,7 +68,7 @@ class SessionSnapshots(Component):
         self._restored = restored
         self._images = rank_images(context, state)
         self._backup_ranks = choose_backup_ranks(context, state, self._images)
-        self._writer = SnapshotWriter(self._destinations(restored.shelf)) if restored.shelf else None
+        self._writer = SnapshotWriter(self._destinations(restored.snapshot_paths)) if restored.snapshot_paths else None
         every = context.job.elastic.snapshot_every
         self._is_auto = every == "auto"
         self._every = max(1, every) if isinstance(every, int) else int(restored.start_point.tree.get("every", 1))
@@ -163,7 +163,7 @@ class SessionSnapshots(Component):
             num_images=len(set(self._images)),
             layout=layout_digest(self._context.layout),
             rank=world.rank,
-            run=self._restored.shelf.run,
+            run=self._restored.snapshot_paths.run,
         )
         tree: dict[str, Any] = {**self._state.tree(step), "every": self._every}
         after = self._sync_schedule.previous_sync(step)

@@ -129,13 +129,13 @@ class StepTimer:
     """The progress and the times of one worker's steps."""
 
     def __init__(
-        self, agent_client: AgentClient | None, stopwatch: Stopwatch, *, lane: int = 0, is_even: bool = True
+        self, agent_client: AgentClient | None, stopwatch: Stopwatch, *, pipeline_rank: int = 0, is_even: bool = True
     ) -> None:
-        """``lane``: ranks with the same lane do the same work. ``is_even``: all ranks process micro-batches in step, so
-        their counts can be compared."""
+        """``pipeline_rank``: ranks with the same one do the same work. ``is_even``: all ranks process micro-batches in
+        step, so their counts can be compared."""
         self._agent_client = agent_client or StandaloneClient()
         self._stopwatch = stopwatch
-        self._lane, self._is_even = lane, is_even
+        self._pipeline_rank, self._is_even = pipeline_rank, is_even
         self._step, self._phase = -1, WorkerPhase.START
         self._compute_times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._compiler = _Compiler(self)
@@ -173,7 +173,7 @@ class StepTimer:
 
     def report_times(self) -> None:
         for seconds in self._stopwatch.pop_times():
-            self._agent_client.note_compute_time(seconds, self._lane)
+            self._agent_client.note_compute_time(seconds, self._pipeline_rank)
             self._compute_times.append(seconds)
 
     def pop_compute_s(self) -> float:

@@ -37,7 +37,7 @@ class AgentClient(Protocol):
         """A heartbeat: one more micro-batch of the step is done."""
         ...
 
-    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, pipeline_rank: int = 0) -> None:
         """Report this worker's own compute time per micro-batch, of a step that is over."""
         ...
 
@@ -80,7 +80,7 @@ class StandaloneClient:
     def micro_batch_done(self, *, counts: bool = True) -> None:
         return None
 
-    def note_compute_time(self, seconds: float, lane: int = 0) -> None:
+    def note_compute_time(self, seconds: float, pipeline_rank: int = 0) -> None:
         return None
 
     def note_snapshot(self, step: int) -> None:

@@ -28,9 +28,9 @@ STORE_LOST = 0
 
 class ReportTurn(Enum):
     NOW = "now"
-    AFTER_THE_LEAD = "after rank 0"
+    AFTER_RANK_0 = "after rank 0"
     NEVER = "never"
-    LEAVE_LATE = "never, and exit only after rank 0 has printed"
+    EXIT_LATE = "never, and exit only after rank 0 has printed"
 
 
 def report_turn(error: BaseException, world: World, failure_number: int | None) -> ReportTurn:
@@ -47,7 +47,7 @@ def report_turn(error: BaseException, world: World, failure_number: int | None) 
         return ReportTurn.NOW if failure_number == 1 else ReportTurn.NEVER
     if world.is_lead:
         return ReportTurn.NOW
-    return ReportTurn.LEAVE_LATE if isinstance(error, ConfigError) else ReportTurn.AFTER_THE_LEAD
+    return ReportTurn.EXIT_LATE if isinstance(error, ConfigError) else ReportTurn.AFTER_RANK_0
 
 
 def describe_failure(error: BaseException, world: World, num_done: int) -> CloseranksError:
@@ -63,9 +63,9 @@ def describe_failure(error: BaseException, world: World, num_done: int) -> Close
 
 
 def print_error(error: CloseranksError, turn: ReportTurn) -> None:
-    if turn in (ReportTurn.AFTER_THE_LEAD, ReportTurn.LEAVE_LATE):
+    if turn in (ReportTurn.AFTER_RANK_0, ReportTurn.EXIT_LATE):
         # The launcher sends SIGTERM once rank 0 has printed its error and exited.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(error.exit_code))
         time.sleep(_RANK_0_FIRST_S)
-    if turn in (ReportTurn.NOW, ReportTurn.AFTER_THE_LEAD):
+    if turn in (ReportTurn.NOW, ReportTurn.AFTER_RANK_0):
         print(f"closeranks: {error}", file=sys.stderr, flush=True)

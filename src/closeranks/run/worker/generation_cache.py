@@ -21,7 +21,7 @@ from closeranks.telemetry.device import measure_matmul_flops
 
 KEY = "measured_flops"
 """Key of the measured FLOP/s in a worker's payload, and in the first generation's ``RunStarted``."""
-PAST_KEY = "past"
+BATCH_HISTORY_KEY = "past"
 """Key of what earlier parts of the run fixed, looked up by the process that starts the workers; see
 ``run.job.batch_history``."""
 BUCKET_KEY = "bucket_mib"
@@ -43,7 +43,7 @@ def load_payload(payload: Mapping[str, Any]) -> None:
     """Called once by the worker's entry."""
     _Cache.measured_flops = float(payload.get(KEY) or 0.0)
     _Cache.bucket_mib = float(payload.get(BUCKET_KEY) or 0.0)
-    _Cache.batch_history = BatchHistory.from_json(payload[PAST_KEY]) if PAST_KEY in payload else None
+    _Cache.batch_history = BatchHistory.from_json(payload[BATCH_HISTORY_KEY]) if BATCH_HISTORY_KEY in payload else None
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

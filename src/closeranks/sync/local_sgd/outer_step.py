@@ -52,7 +52,7 @@ class OuterSgd:
 class OuterState(NamedTuple):
     """The state of one parameter shard between synchronizations: views of the flat tensors."""
 
-    leaf: ParameterShard
+    shard: ParameterShard
     anchor: Tensor
     momentum: Tensor | None
     """None where the outer optimizer has no momentum."""

@@ -84,7 +84,7 @@ class FsdpReductions:
         """``is_exact``: parameters whose unit is summed uncompressed; so are parameters shared by several stages of a
         rank."""
         self._shard, self._replica = shard, replica
-        self.ways: list[FlatReduction] = []
+        self.reductions: list[FlatReduction] = []
         self._sums: list[list[FsdpAllReduceHook]] = []
         by_parameter = {one.parameter: one for one in held}
         copies = Counter(one.piece.name for one in held)
@@ -102,14 +102,14 @@ class FsdpReductions:
 
     def _take(self, part: FSDPModule, spec: FlatBufferSpec, make: ReductionFactory) -> None:
         if self._replica.size == 1:
-            self.ways.append(make(spec))
-            part.set_custom_reduce_scatter(FsdpReduceScatter(self.ways[-1]))  # type: ignore[arg-type]  # its class is private
+            self.reductions.append(make(spec))
+            part.set_custom_reduce_scatter(FsdpReduceScatter(self.reductions[-1]))  # type: ignore[arg-type]  # its class is private
             return
         share, rank = spec.numel // self._shard.size, self._shard.rank
         own = spec.slice(share * rank, share * (rank + 1))
         num_missing = -own.numel % self._replica.size
-        self.ways.append(make(replace(own, numel=own.numel + num_missing)))
-        self._sums[-1].append(FsdpAllReduceHook(self.ways[-1], num_missing))
+        self.reductions.append(make(replace(own, numel=own.numel + num_missing)))
+        self._sums[-1].append(FsdpAllReduceHook(self.reductions[-1], num_missing))
         part.set_all_reduce_hook(self._sums[-1][-1])
 
 

@@ -158,7 +158,7 @@ class FullyShardedReducer(CompressibleReducer):
         reduce(*unused)
 
     def _reductions(self) -> Sequence[FlatReduction]:
-        return self._units.ways if self._units is not None else ()
+        return self._units.reductions if self._units is not None else ()
 
     def _share(self, one: LocalParameter) -> _Share:
         """FSDP2 shards the first dim. It does not shard 0-dim parameters: every rank holds them, and the first rank's
