@@ -17,6 +17,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick = [change for change in FAST if not change.startswith("telemetry")]
     done = closeranks("train", TINY, "-n", 2, *quick, "--profile", "2:4", "run.folder=run", cwd=folder)
     assert done.code == 0, done.err
+    assert "was not written" not in done.out + done.err
     assert "\x1b" not in done.out
     assert "\r" not in done.out
     return folder / "run"

@@ -56,7 +56,7 @@ def test_no_more_shards_are_held_than_allowed_and_those_in_use_stay(tmp_path: Pa
     for _ in range(30):
         indices = rng.integers(0, 300, 25)
         assert all(same(table[i], record) for i, record in zip(indices, store.read(indices), strict=True))
-    assert files.most_held == 4
+    assert files.peak_held == 4
     kept = store.files_of(np.array([0]))
     store.read(np.array([0]))
     before = files.holds
@@ -88,7 +88,7 @@ def test_far_away_64_are_held(tmp_path: Path) -> None:
     write_tokens(tmp_path, [np.arange(10, dtype=np.uint16)] * 100, shard_bytes=40)
     files = FarFiles(tmp_path)
     assert ShardTokens(files).read(np.arange(0, 1000, 10), 10).tolist() == [list(range(10))] * 100
-    assert (files.holds, files.most_held) == (100, 64)
+    assert (files.holds, files.peak_held) == (100, 64)
 
 
 def test_a_shard_that_cannot_be_mapped_leaves_the_others_readable(tmp_path: Path) -> None:
