@@ -1,6 +1,7 @@
 """Reductions played out on small vectors: every message is a real list of numbers, counted as it is sent.
 
-Written from the descriptions in the papers and not from ``facts.rounds``: ranks know their own vector and what arrives.
+Written from the descriptions in the papers, not from ``facts.communication``: ranks know their own vector and what
+arrives.
 """
 
 from __future__ import annotations

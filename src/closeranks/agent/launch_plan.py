@@ -52,7 +52,7 @@ class LaunchPlan:
     """``package.module:function``, called in each worker as ``function(payload, link)``; it returns the exit code."""
     log_folder: Path
     environment: Mapping[str, str]
-    """The whole environment of the zygote and its workers: ``core.environment.child_environment``."""
+    """The whole environment of the zygote and its workers: ``core.system.environment.child_environment``."""
     config: AgentConfig
     payload: Mapping[str, Any] = field(default_factory=dict)
     """JSON values for the entry, the same for every worker."""

@@ -166,7 +166,7 @@ class ModelSpec(Protocol):
 class DataSource(Protocol):
     """Samples by index, read a batch at a time; order and sharding are decided elsewhere.
 
-    Call sequence: ``data.loader`` calls ``read(indices)`` from a background thread, once per micro-batch.
+    Call sequence: ``data.loading.loader`` calls ``read(indices)`` from a background thread, once per micro-batch.
     """
 
     identity: str

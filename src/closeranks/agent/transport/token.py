@@ -95,7 +95,7 @@ def generate_token(path: Path) -> JobToken:
 
 
 def given_token(token_file: Path | None, from_shell: str, on_note: Callable[[str], None]) -> JobToken | None:
-    """The token that the user gave, or None. ``from_shell``: ``core.environment.job_token()``."""
+    """The token that the user gave, or None. ``from_shell``: ``core.system.environment.job_token()``."""
     if token_file is not None:
         return read_token(token_file, on_note)
     return parse_token(from_shell, "CLOSERANKS_TOKEN") if from_shell else None
