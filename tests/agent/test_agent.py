@@ -158,7 +158,7 @@ def test_ctrl_c_on_a_hung_run_clears_it_when_patience_ends(host: Host) -> None:
     assert outcome.reason == "interrupted"
     assert outcome.statuses == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
     assert host.notes[0].startswith("Ctrl-C: finishing the step and saving, for at most 1.5 s.")
-    assert host.notes[-1] == "Killed before they were done: rank 0, 1."  # and no word of a save: there is none
+    assert host.notes[-1] == "Killed before they were done: ranks 0, 1."  # and no word of a save: there is none
     assert not any(exists(event["pid"]) for _, event in host.events)
 
 

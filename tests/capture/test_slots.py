@@ -171,7 +171,7 @@ def test_files_that_hold_no_copy_say_why(place: Path) -> None:
         "truncated": whole[: DATA_AT + 100],
         "damaged: its header": whole[:20] + b"x" + whole[21:],
         "torn": b"CLRANKS~" + whole[8:],
-        "damaged: it was invalidated": b"CLRANKS!" + whole[8:],
+        "damaged: it was marked as void": b"CLRANKS!" + whole[8:],
     }
     for reason, content in cases.items():
         Path(box[1]).write_bytes(content)
@@ -304,7 +304,7 @@ def test_what_is_void_is_no_copy_until_it_is_written_again(place: Path) -> None:
     (box,) = make_snapshot_files(place, 1)
     keep(box, 7).close()
     void_slot(box[0])
-    assert inspect_slot(box[0]).reason == "damaged: it was invalidated"
+    assert inspect_slot(box[0]).reason == "damaged: it was marked as void"
     keep(box, 8).close()
     about = inspect_slot(box[0]).header
     assert about is not None
@@ -319,7 +319,7 @@ def test_who_gives_up_leaves_a_copy_alone_and_marks_what_is_empty(place: Path) -
         slot.mark_void()
         slot.close()
     assert inspect_slot(box[0]).header == ABOUT
-    assert inspect_slot(box[1]).reason == "damaged: it was invalidated"
+    assert inspect_slot(box[1]).reason == "damaged: it was marked as void"
 
 
 def test_bytes_are_read_without_mapping_them(place: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
-from closeranks.elastic.faults.disk import SmallDisk, mount_problem
+from closeranks.elastic.faults.disk import FillableDisk, mount_problem
 from tests.hostile.cases import STEPS, kind, one_of, step
 from tests.hostile.checks import Problem, check_code, check_words, difference, last_states, read_state
 from tests.hostile.lab import Lab, Run
@@ -143,7 +143,7 @@ def folder_that_cannot_be_written_at_the_start(lab: Lab, how: str) -> None:
     check_code(done.code, {2}, done.said)
 
 
-def _small(run: Run) -> SmallDisk:
+def _small(run: Run) -> FillableDisk:
     assert run.disk is not None
     return run.disk
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from closeranks.elastic.faults.disk import SmallDisk, mount_problem
+from closeranks.elastic.faults.disk import FillableDisk, mount_problem
 from tests.cli.commands import IMPORTABLE
 from tests.faults.agent_faults import AgentFault, encode
 from tests.faults.machine import Machine
@@ -61,7 +61,7 @@ class Lab:
         self.job = write_job(folder)
         self.expected_children: set[int] = set()
 
-    def isolate(self) -> SmallDisk | None:
+    def isolate(self) -> FillableDisk | None:
         """Adopt orphans, end with the campaign; and where we may mount, have a small file system for the run folder."""
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -69,7 +69,7 @@ class Lab:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if mount_problem():
             return None
-        disk = SmallDisk(self.disk, "256m")
+        disk = FillableDisk(self.disk, "256m")
         disk.open()
         subprocess.run(["mount", "--bind", str(self.shm), "/dev/shm"], check=True)
         return disk
@@ -151,7 +151,7 @@ class Run:
     terminal: int | None = None
     """The slave of a pty that becomes its controlling terminal."""
     allowed: set[int] = field(default_factory=lambda: {0})
-    disk: SmallDisk | None = None
+    disk: FillableDisk | None = None
     _process: subprocess.Popen[str] | None = None
     _machine: Machine = field(default_factory=Machine)
 
@@ -256,7 +256,7 @@ class Run:
         checks.check_code(done.code, {0}, f"started again: {done.said}")
 
 
-def play(lab: Lab, case: Case, disk: SmallDisk | None) -> None:
+def play(lab: Lab, case: Case, disk: FillableDisk | None) -> None:
     """Do what a case says, and raise a ``Problem`` where anything is not as it must be."""
     blow = case.blows[0]
     if not KINDS[blow.kind].is_live:

@@ -79,7 +79,8 @@ def test_whoever_waits_for_hosts_is_told_how_they_join_and_can_give_up(site: Sit
         (host,) = lab.hosts
         lead = site.lead(host)
         what = f"closeranks agent --join {host.address}:{PORT} -n 1 --token-file {site.token}"
-        wait_for(lambda: re.search(r"Waiting for another host of 2; here: h0", lead.said), "the lead to wait", lead)
+        waits = "Waiting for another host (2 in all; joined: h0)"
+        wait_for(lambda: waits in lead.said.replace("\n", " "), "the lead to wait", lead)
         assert what in lead.said.replace("\n", " ")
         lead.send(signal.SIGINT)
         assert lead.wait() == 130, lead.said

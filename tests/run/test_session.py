@@ -227,7 +227,7 @@ def test_zero_over_one_data_rank_is_told_to_have_no_effect(tmp_path: Path) -> No
 
 
 def test_a_forgotten_backward_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the next batch was taken out of order \(step 1\)"):
+    with pytest.raises(UserError, match=r"the next batch was taken before step.backward\(loss\) \(step 1\)"):
         learn(open_session(tmp_path), lambda session, step, batch: None)
     assert ended(tmp_path)[1] == "stopped"  # raised in the user's loop: without `with`, a session sees it only left
 
@@ -241,7 +241,7 @@ def test_a_step_that_nobody_looked_into_is_told(tmp_path: Path) -> None:
 def test_batches_cannot_be_gathered_first(tmp_path: Path) -> None:
     steps = iter(open_session(tmp_path))
     step = next(steps)
-    with pytest.raises(UserError, match="out of order"):
+    with pytest.raises(UserError, match="the next batch was taken before"):
         list(step)
 
 
@@ -259,7 +259,7 @@ def test_a_second_backward_is_told(tmp_path: Path) -> None:
         step.backward(session.loss(batch))
         step.backward(session.loss(batch))
 
-    with pytest.raises(UserError, match=r"called again out of order \(step 1\)"):
+    with pytest.raises(UserError, match=r"called without a batch \(step 1\)"):
         learn(open_session(tmp_path), twice)
 
 

@@ -155,7 +155,8 @@ class Agent:
     def _note_killed(self, outcome: JobOutcome, killed: Sequence[int]) -> None:
         if killed and outcome.reason != "finished":
             last = " The last checkpoint is valid." if self._saved_step >= 0 else ""
-            self._callbacks.on_note(f"Killed before they were done: rank {', '.join(map(str, killed))}.{last}")
+            ranks = f"rank{'s' if len(killed) > 1 else ''} {', '.join(map(str, killed))}"
+            self._callbacks.on_note(f"Killed before they were done: {ranks}.{last}")
 
 
 def _make_folder(plan: LaunchPlan) -> None:

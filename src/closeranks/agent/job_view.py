@@ -31,7 +31,7 @@ class HostView:
     num_workers: int
     """Its capacity."""
     state: str
-    """``member``, ``ready``, ``joining``, ``leaving``, ``lost`` or ``quarantined``."""
+    """``member``, ``ready``, ``leaving``, ``lost`` or ``quarantined``."""
 
 
 @dataclass(frozen=True, slots=True)

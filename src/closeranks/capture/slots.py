@@ -3,7 +3,7 @@
 A slot is a file (anonymous, owned by the agent, memory-mapped) that holds one image at one step:
 
     header   256 bytes: what it is, how long its parts are, CRC32C of the index, CRC32C of the header itself
-    data     tensors back to back, from byte 4096 on
+    data     tensors, each at a multiple of 64 bytes, from byte 4096 on
     index    which bytes are which tensor, the non-tensor part of the state, and CRC32C of every tensor's bytes
 
 [Note: sealing] A writer first invalidates the header, then writes the data, then the index with the digests, then the
@@ -252,7 +252,7 @@ def decode_header(header: bytes) -> tuple[SlotHeader, SlotExtents] | str:
     if magic == _WRITING:
         return "torn: it was being written"
     if magic == _VOID:
-        return "damaged: it was invalidated"
+        return "damaged: it was marked as void"
     if len(header) < HEADER_BYTES or magic == _NOTHING:
         return "empty"
     if magic != _MAGIC:

@@ -46,7 +46,9 @@ def drill(
         list[str] | None,
         typer.Argument(help="Values to change; '~table.key' unsets one.", metavar="[TABLE.KEY=VALUE]..."),
     ] = None,
-    num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
+    num_workers: Annotated[
+        int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or as many as the layout takes.")
+    ] = 0,
     faults: Annotated[
         str,
         typer.Option(help="Kinds, or faults in full, separated by commas; default: every kind possible here."),

@@ -35,7 +35,9 @@ def train(
         list[str] | None,
         typer.Argument(help="Values to change; '~table.key' unsets one.", metavar="[TABLE.KEY=VALUE]..."),
     ] = None,
-    num_workers: Annotated[int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or one.")] = 0,
+    num_workers: Annotated[
+        int, typer.Option("-n", "--workers", min=0, help="Workers; 0: one per GPU, or as many as the layout takes.")
+    ] = 0,
     profile: Annotated[str, typer.Option(help="Trace these steps with the torch profiler, such as 10:13.")] = "",
     hosts: Annotated[str, typer.Option(help="Hosts to start with, including this one; 1:4 grows to 4.")] = "1",
     listen: Annotated[str, typer.Option(help="Where other hosts may join.", metavar="ADDRESS[:PORT]")] = "",
@@ -45,10 +47,10 @@ def train(
     from closeranks.run.job import launch
 
     changes = [*(overrides or []), *([f'telemetry.profile="{profile}"'] if profile else [])]
-    party = launch.JobHosts(*launch.parse_hosts(hosts), listen, token_file)
+    job_hosts = launch.JobHosts(*launch.parse_hosts(hosts), listen, token_file)
     if not faults.strip():
-        launch.train(job, changes, num_workers, hosts=party)
+        launch.train(job, changes, num_workers, hosts=job_hosts)
         return
     from closeranks.lab.drills.drill import train_with_faults
 
-    train_with_faults(job, changes, num_workers, faults, party)
+    train_with_faults(job, changes, num_workers, faults, job_hosts)

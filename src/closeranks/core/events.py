@@ -284,7 +284,7 @@ class HostChanged(Event):
     name: ClassVar[str] = "host"
     host: str = ""
     change: str = ""
-    """``joined``, ``left``, ``lost``, ``quarantined``."""
+    """``joined``, ``leaving``, ``left``, ``lost`` or ``quarantined``."""
     why: str = ""
     num_workers: int = 0
 
@@ -294,7 +294,8 @@ class RunEnded(Event):
     name: ClassVar[str] = "run_ended"
     step: int = 0
     reason: str = "finished"
-    """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook said so), or ``failed``."""
+    """``finished``, ``drained`` (asked to stop), ``stopped`` (a hook said so), ``regrouped`` (another generation
+    continues), or ``failed``."""
     seconds: float = 0.0
     detail: str = ""
     """Why it stopped or failed, in words."""

@@ -28,10 +28,10 @@ class LocalSgdVerdict(Verdict):
     def __init__(self, sums: Tensor, settled: Tensor, names: Sequence[str], extra: Mapping[str, int]) -> None:
         super().__init__(sums, settled, names, extra)
         self.is_closed = False
-        self.row = torch.cat([sums, _of_idle(sums, settled)])
+        self.row = torch.cat([sums, _contribution(sums, settled)])
         self._verdict: Verdict | None = None
 
-    def close_round(self, row: Tensor, num_replica_groups: int) -> None:
+    def close_interval(self, row: Tensor, num_replica_groups: int) -> None:
         """``row``: summed over the replicas. A step counts as taken if every replica with usable samples took it; its
         gradient norm is the mean over those replicas, its loss scale the mean over all."""
         sums, settled, num_busy = row[: -NUM_DERIVED - 1], row[-NUM_DERIVED - 1 : -1], row[-1]
@@ -51,7 +51,7 @@ class LocalSgdVerdict(Verdict):
         return self._verdict.read()
 
 
-def _of_idle(sums: Tensor, settled: Tensor) -> Tensor:
+def _contribution(sums: Tensor, settled: Tensor) -> Tensor:
     """What a replica contributes to a step, followed by 1 if it had usable samples, else 0. A replica without any,
     because its samples were bad or there were too few for all, does not vote against the step."""
     is_busy = (sums[WEIGHT] != 0) | (sums[NONFINITE] > 0)
@@ -92,4 +92,4 @@ class LocalSgdVote(Vote):
         rows = torch.stack([verdict.row for verdict in closing])
         summed = self._world.sum(rows if self._contributes else torch.zeros_like(rows))
         for verdict, row in zip(closing, summed, strict=True):
-            verdict.close_round(row, self._num_replica_groups)
+            verdict.close_interval(row, self._num_replica_groups)

@@ -12,9 +12,8 @@ _MOST = 1000
 
 
 def should_remeasure(num_steps: int, *, has_decided: bool = False) -> bool:
-    """Whether ranks evaluate the cost of snapshots after this many steps of their own: early, as soon as enough
-    snapshots were taken (fewer by the first time if a generation found its state in place), again when steps without a
-    snapshot have been measured, and then at regular intervals."""
+    """Whether ranks evaluate the cost of snapshots after this many steps or synchronisations: early, as soon as enough
+    snapshots were taken, again when steps without a snapshot have been measured, and then at regular intervals."""
     is_first = num_steps in _FIRST and not has_decided
     return is_first or num_steps == _AGAIN or (num_steps > 0 and num_steps % _EVERY == 0)
 

@@ -188,7 +188,7 @@ class SnapshotWriter:
                 snapshot.problem = snapshot.problem or received.problem
             for work in works:
                 work.wait()
-        except BaseException as error:  # raised by the next join
+        except BaseException as error:  # raised by ``wait``
             snapshot.error = error
         finally:
             snapshot.mark_done()

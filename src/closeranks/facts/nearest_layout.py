@@ -31,7 +31,7 @@ def nearest_first(layout: Layout, constraints: LayoutConstraints, num_ranks: int
 
 
 def nearest_layout_hint(layout: Layout, constraints: LayoutConstraints, num_ranks: int) -> str:
-    """The hint at the end of an error; empty where an axis of size 0 makes distances meaningless."""
+    """The hint at the end of an error; empty where there are no ranks."""
     if num_ranks < 1:
         return ""
     near = nearest_legal(layout, constraints, num_ranks)

@@ -91,10 +91,14 @@ class Layerwise(torch.optim.Optimizer):
 
     def _block(self, group: dict[str, Any], shards: Sequence[ParameterShard], slots: dict[str, int]) -> _Block:
         adapted = [ParameterFacts(shard.piece.name, shard.piece.shape).decays for shard in shards]
-        places = [slots[shard.piece.name] if own else len(slots) for shard, own in zip(shards, adapted, strict=True)]
+        places = [
+            slots[shard.piece.name] if is_adapted else len(slots)
+            for shard, is_adapted in zip(shards, adapted, strict=True)
+        ]
         # Without sharding there is no sum over ranks: each rank counts all of its parameters.
         is_counted = [
-            own and (shard.is_primary or self._total is None) for shard, own in zip(shards, adapted, strict=True)
+            is_adapted and (shard.is_primary or self._total is None)
+            for shard, is_adapted in zip(shards, adapted, strict=True)
         ]
         primary = [number for number, counted in enumerate(is_counted) if counted]
         device = shards[0].tensor.device

@@ -1,7 +1,7 @@
 """Scales the learning rate to the batch size.
 
 A pure function of the job's numbers. Linear: a step over k times the samples replaces k steps, as long as the weights
-change little in those (Goyal et al. 2017). Root: keeps the variance of the update, the usual rule for Adam-like rules.
+change little in those (Goyal et al. 2017). Sqrt: keeps the variance of the update, the usual choice for Adam.
 Invariant: the batch that the rate was tuned for keeps its rate, by every rule.
 """
 

@@ -202,7 +202,7 @@ def _grid(mesh: Mesh, own: Mapping[str, RankGroup], replica_group: ReplicaGroup,
     assert replica_group.across_groups.process_group is not None
     groups.insert(1, replica_group.across_groups.process_group)
     ranks = ranks.view(pipeline, replica_group.count, mesh.replicas_per_group, *rest)
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "home", *AXES[1:]))
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(AXES[0], "replica_group", *AXES[1:]))
 
 
 def _data_group(factory: ProcessGroupFactory, mesh: Mesh, replica: RankGroup, shard: RankGroup) -> RankGroup:

@@ -44,7 +44,7 @@ class RankGroup:
         return tensor
 
     def broadcast_text(self, text: str) -> str:
-        """Broadcast rank 0's text to every rank (run folders, names: never in a step)."""
+        """Broadcast rank 0's text to every rank. Slow: it is pickled."""
         if self.size == 1:
             return text
         box = [text]
@@ -52,7 +52,7 @@ class RankGroup:
         return box[0]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """All-gather the texts of all ranks (never in a step)."""
+        """All-gather the texts of all ranks. Slow: they are pickled."""
         if self.size == 1:
             return [text]
         box: list[str] = [""] * self.size

@@ -54,8 +54,8 @@ class TrainConfig(ConfigTable):
     global_batch: int = Field(default=32, ge=1)
     """Samples per optimizer step, over all workers; never changed by the number of workers."""
     micro_batch: int = Field(default=0, ge=0)
-    """Samples per forward and backward, whatever the number of workers; 0: an eighth of the global batch, or up to a
-    quarter of it where that is fewer than 16 samples without a sequence length."""
+    """Samples per forward and backward, whatever the number of workers; 0: an eighth of the global batch; for data
+    without a sequence length, at least a quarter of it or 16 samples, whichever is less."""
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
     """bf16 and fp16 are mixed precision: weights stay float32. fp16 scales the loss. float64 is for verification."""
     compile: bool = False

@@ -181,7 +181,7 @@ def test_a_host_that_leaves_stays_until_its_generation_is_over() -> None:
 
 def test_a_generation_begins_only_with_hosts_that_are_here() -> None:
     court = Court(Parts(), "a")
-    with pytest.raises(CloseranksError, match="cannot begin while it is settled: b"):
+    with pytest.raises(CloseranksError, match="cannot begin: not available: b"):
         court.begin("a", "b")
 
 

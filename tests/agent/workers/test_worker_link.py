@@ -153,7 +153,7 @@ def test_a_failure_is_told_once_with_the_step_of_the_word(ends: Ends) -> None:
 
 
 def test_the_end_says_whether_it_was_asked_for(ends: Ends) -> None:
-    ends.link.request_drain()
+    ends.link.on_sigterm()
     ends.link.finish()
     assert ends.hear() == [{"type": "finished", "ended_for": ["drain"]}]
 

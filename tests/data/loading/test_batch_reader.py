@@ -212,7 +212,9 @@ def test_a_micro_batch_without_a_good_sample_becomes_a_spare_of_those_that_follo
 
 
 def test_data_that_is_bad_from_end_to_end_stops_the_run() -> None:
-    with pytest.raises(DataError, match=r"samples 0, 1 of stored are bad, and so are very many after them.*checksum"):
+    with pytest.raises(
+        DataError, match=r"nothing usable in samples 0, 1 of stored, nor in the many after them.*checksum"
+    ):
         in_order(StoredSource(8, damaged=tuple(range(8))), micro=2, settings=SKIP)
 
 

@@ -77,7 +77,7 @@ def test_an_interrupted_run_leaves_no_mount_and_loses_nothing(tmp_path: Path) ->
 
 def test_a_killed_one_leaves_no_mount_either(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    code = "from closeranks.elastic.faults.disk import SmallDisk\nSmallDisk(folder).open()\n"
+    code = "from closeranks.elastic.faults.disk import FillableDisk\nFillableDisk(folder).open()\n"
     code += "print(os.path.ismount(folder))\n"
     assert in_child(code + "sys.stdout.flush()\nos._exit(0)", folder) == "True\n"
     assert not os.path.ismount(folder)

@@ -252,7 +252,7 @@ def test_where_nothing_is_sound_any_more_a_fresh_model_begins(place: Path, every
     run(replace(case, generation=2, deaths=()))
     (restored,) = events(case, Restored)
     assert (restored.step, restored.source) == (0, "start")
-    assert any("it was invalidated" in note for note in restored.notes)
+    assert any("it was marked as void" in note for note in restored.notes)
     assert_same(case, undisturbed(place, case))
 
 

@@ -236,7 +236,7 @@ def test_events_about_faults_are_one_line_each() -> None:
         Snapshotting(3, 4, 1 << 30, 0.1, "none")
     )
     assert event_lines.slow_line(SlowRank(2, "b", 50, 1.83, 0.33, 0.18)) == (
-        "rank 2 on b is slow at step 50: 1.8 times the others (0.3 s a step, the others 0.2 s)"
+        "rank 2 on b is slow at step 50: 1.8 times the others (0.3 s a micro-batch, the others 0.2 s)"
     )
     assert event_lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
     assert event_lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (

@@ -205,7 +205,7 @@ def test_what_every_generation_says_as_it_begins_is_heard_once() -> None:
 def test_slow_ranks_and_hosts_have_a_line() -> None:
     lines = plain([CPU, step(1), SlowRank(1, "", 30, 2.0, 0.2, 0.1), HostChanged("b", "left")])
     assert lines[-2:] == [
-        "rank 1 is slow at step 30: 2 times the others (0.2 s a step, the others 0.1 s)",
+        "rank 1 is slow at step 30: 2 times the others (0.2 s a micro-batch, the others 0.1 s)",
         "host b left",
     ]
 

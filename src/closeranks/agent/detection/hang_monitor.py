@@ -66,7 +66,7 @@ class HangMonitor:
 
     def narrow_suspects(self, hang: Hang, workers: Sequence[WorkerProcess]) -> Hang:
         """The same hang with fewer suspects, where the kernel or the stacks tell some from the others. Afterwards every
-        worker's stacks are in its log."""
+        worker's stacks are in its log, unless a worker is merely stopped."""
         alive = _alive(workers)
         if hang.is_stopped:
             return hang

@@ -34,8 +34,9 @@ class HostWaitNotice:
             return "", self._next_at
         self._shown, self._next_at = tuple(joined), now + NOTICE_INTERVAL_S
         missing = "another host" if num_missing == 1 else f"{num_missing} more hosts"
-        present = f"; here: {', '.join(joined)}" if joined else ""
-        return f"Waiting for {missing} of {self._num_hosts}{present}. On each: {self._join_command}", self._next_at
+        present = f"; joined: {', '.join(joined)}" if joined else ""
+        text = f"Waiting for {missing} ({self._num_hosts} in all{present}). Run on each: {self._join_command}"
+        return text, self._next_at
 
 
 class HostTable:

@@ -58,7 +58,7 @@ _SIGTERM_WAIT_S = 0.2
 """After a worker got SIGTERM, how long to wait for a SIGTERM to the whole run."""
 _DISMISS_S = 5.0
 """How long other hosts have to receive the end of the job, and to disconnect."""
-_SHOW_S = 0.25
+_MAX_TICK_S = 0.25
 """The longest interval between two calls of ``OnTick``: it may have work that it did not foresee in its last answer."""
 _SURE_BEATS = 4
 """For how many heartbeats a rank must have been furthest behind before it is declared hung: the progress that two hosts
@@ -106,7 +106,7 @@ class JobController:
         limits = self._recovery.limits
         self._stragglers = StragglerDetector(limits.slow_ratio, limits.slow_steps)
         self._hang_reports = HangReports()
-        self._show_at, self._shown = 0.0, (-1, "")
+        self._tick_at, self._ticked = 0.0, (-1, "")
 
     # --- public interface
 
@@ -222,7 +222,7 @@ class JobController:
             ]
             if not had_messages and not self._messages:
                 break
-        until.append(self._show(time.monotonic()))
+        until.append(self._call_on_tick(time.monotonic()))
         return min((at for at in until if at is not None), default=None)
 
     def _deliver(self) -> None:
@@ -438,18 +438,18 @@ class JobController:
     def _emit(self, event: Event) -> None:
         self._agent_callbacks.on_event(-1, encode(event))
 
-    def _show(self, now: float) -> float | None:
-        """Call ``OnTick`` when it asked to be called, and whenever the generation or the state has changed. Not more
-        often, because a view reads every worker's shared progress."""
+    def _call_on_tick(self, now: float) -> float | None:
+        """Call ``OnTick`` when it asked to be called, at least every ``_MAX_TICK_S``, and when the generation or the
+        state has changed; at every iteration if it named no time."""
         if self._on_tick is None:
             return None
         status = (self.generation, self._state)
-        if now >= self._show_at or status != self._shown:
-            self._shown = status
+        if now >= self._tick_at or status != self._ticked:
+            self._ticked = status
             asked = self._on_tick(self.view(now))
-            self._show_at = min(now + _SHOW_S, now if asked is None else asked)
+            self._tick_at = min(now + _MAX_TICK_S, now if asked is None else asked)
             return asked
-        return self._show_at
+        return self._tick_at
 
     def view(self, now: float) -> JobView:
         host = self._host

@@ -147,11 +147,13 @@ def _repeats(faults: Sequence[FaultRecord], limits: FaultLimits, desired: Desire
     if not count or count < limits.max_repeats + faults[-1].is_silent:
         return None
     last = faults[-1]
-    times = f"{count} times in the same way" if count > 1 else "with elastic.max_repeats = 1"
     cause = last.cause.rstrip(".")
     where = _location(last.step, desired)
-    what = f"{where} failed {times}: {cause}. This is deterministic: the code or the data causes it"
-    return GiveUp("repeats", f"{what}, and another try would fail there too", _advice(last))
+    if count == 1:
+        what = f"{where} failed: {cause}; elastic.max_repeats = 1 allows no second try"
+        return GiveUp("repeats", what, _advice(last))
+    why = "This is deterministic: the code or the data causes it, and another try would fail there too"
+    return GiveUp("repeats", f"{where} failed {count} times in the same way: {cause}. {why}", _advice(last))
 
 
 def _location(step: int | None, desired: DesiredSize) -> str:
@@ -207,9 +209,9 @@ def _wait(hosts: Sequence[HostState], limits: FaultLimits, now: float, num_avail
     if until <= now:
         return None
     names = ", ".join(host.name for host in missing)
-    why = (
-        f"{_workers(num_available)} can be started without {names}; waiting {until - now:.3g} s for it or another host"
-    )
+    them = "it" if len(missing) == 1 else "them"
+    can = f"{_workers(num_available)} can be started without {names}"
+    why = f"{can}; waiting {until - now:.3g} s for {them} or another host"
     return WaitForHosts(until, why)
 
 

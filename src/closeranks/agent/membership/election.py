@@ -1,8 +1,8 @@
 """Leader election by a lease in a linearizable register.
 
 A register is one linearizable cell: the term, its holder, and when its lease expires. Candidates never talk to each
-other; they compare and set. The embedded register is in the process that started the job, its only candidate; for
-several candidates, etcd (a key with a lease, written in transactions) can implement the same four operations.
+other; they compare and set. The agent does not use it yet: its only leader has term 1. For several candidates, etcd (a
+key with a lease, written in transactions) can implement the same four operations.
 
 Invariants: a term is acquired once, by one candidate; and a holder steps down by its own clock, counted from when it
 SENT the request that renewed its lease, before the register may grant the next term.

@@ -1,7 +1,8 @@
 """Codecs that validate the fields of membership messages.
 
 Each codec decodes one plain JSON value into the value of a field, and encodes it back. Invariant: a value is accepted
-as it is, or ``ProtocolError`` says in one sentence what is wrong with it; nothing is converted, executed or guessed.
+as it is, or ``ProtocolError`` says in one sentence what is wrong with it; nothing is executed or guessed, and
+only an integer is converted, to a float.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class Leader:
         available = {host.name: host for host in self.available}
         bad = [name for name, count in members if name not in available or not count >= 1]
         if not self.may_begin(now) or bad or not members or len(dict(members)) < len(members):
-            who = f": {', '.join(bad)}" if bad else ""
-            raise CloseranksError(f"generation {self._newest + 1} cannot begin while it is {self.phase}{who}")
+            why = f"not available: {', '.join(bad)}" if bad else f"the one before is {self.phase}"
+            raise CloseranksError(f"generation {self._newest + 1} cannot begin: {why}")
         self._newest += 1
         per_host = tuple(count for _, count in members)
         new_members = []

@@ -19,8 +19,8 @@ ORPHAN_S = 0.1
 """How long the workers of a dead agent may outlive it; the kernel kills them."""
 MAX_BEATS_PER_S = 2000
 """How many heartbeats the leader handles in a second; with more hosts than this allows, each sends less often."""
-BEATS_PER_LEASE = 4
-"""Heartbeats in a lease: the lease survives the loss of all but the last of them."""
+MIN_BEATS_PER_LEASE = 4
+"""The fewest heartbeats in a lease, which survives the loss of all but the last of them."""
 _BEAT_S, _LEASE_S = 0.25, 3.0
 """For a fleet small enough to stay below ``MAX_BEATS_PER_S`` with them."""
 
@@ -43,7 +43,7 @@ def lease_timing_for(num_hosts: int) -> LeaseTiming:
     """The same times for every host, slower in a large fleet: 10,000 hosts send a heartbeat every 5 s and hold leases
     of 20 s."""
     slowed_s = max(_BEAT_S, num_hosts / MAX_BEATS_PER_S)
-    held_s = max(_LEASE_S, BEATS_PER_LEASE * slowed_s)
+    held_s = max(_LEASE_S, MIN_BEATS_PER_LEASE * slowed_s)
     return LeaseTiming(slowed_s, held_s, lease_margin_s(held_s))
 
 

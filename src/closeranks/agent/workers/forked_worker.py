@@ -83,7 +83,7 @@ def _handle_sigterm(link: WorkerLink) -> None:
     """
 
     def drain(signum: int, frame: FrameType | None) -> None:
-        link.request_drain()
+        link.on_sigterm()
 
     def block_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

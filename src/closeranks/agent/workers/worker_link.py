@@ -124,8 +124,9 @@ class WorkerLink:
             self._send({"type": "told"})
         return requests
 
-    def request_drain(self) -> None:
-        """For a SIGTERM to this worker alone: the next ``poll`` returns the request, and the vote carries it to all."""
+    def on_sigterm(self) -> None:
+        """This worker alone got SIGTERM: the next ``poll`` reports it to the agent, or returns ``DRAIN`` in a run that
+        does not recover from faults."""
         # Only a flag: a change to the requests could be overwritten by the code that reads them.
         self._got_sigterm = True
 

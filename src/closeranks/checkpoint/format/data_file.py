@@ -2,9 +2,9 @@
 
 It is one valid safetensors file, written front to back: the header (all sizes are known beforehand), then the chunks,
 without gaps. Two threads share the work, both outside the GIL: one writes, the other computes digests and compares the
-memory with the checksum from the source, at most ``_LAG`` chunks behind. Invariants: ``write`` returns only when the
-file is durable and all of its bytes matched the source; ``read_back`` has read every byte again from the medium.
-Imports no torch.
+memory with the checksum from the source, at most ``_LAG`` chunks behind. Invariants: ``write_data_file`` returns only
+when the file is durable and all of its bytes matched the source; ``read_back`` has read every byte again from the
+medium. Imports no torch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 A tensor of the state is identified by section and key (``model``, ``layers.0.weight``) and saved in chunks: flat or box
 pieces of it of at most ``CHUNK_BYTES``, each with its digests. Invariants: a manifest lists every chunk of every
 tensor, and each chunk lies in this checkpoint's own files or in an earlier one's, never behind a second reference; all
-of it was read back from the medium before the manifest was written. Imports no torch.
+of it was read back from the medium before the manifest was written, unless ``checkpoint.read_back`` is off. Imports no
+torch.
 """
 
 from __future__ import annotations

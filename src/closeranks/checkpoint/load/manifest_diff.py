@@ -1,7 +1,7 @@
 """Compares two checkpoints by their manifests: which tensors differ.
 
 Reads no tensor data: the layout-independent digest of a tensor is the same whatever layout saved it. Invariant: every
-tensor of either checkpoint is in the result once. Imports no torch; ``values`` computes by how much they differ.
+tensor of either checkpoint is in the result once. Imports no torch; ``value_diff`` computes by how much they differ.
 """
 
 from __future__ import annotations

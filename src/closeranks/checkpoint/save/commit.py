@@ -96,7 +96,8 @@ def gather_parts(
             return tuple(found[rank] for rank in range(task.num_ranks))
         if time.monotonic() >= until:
             ranks = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
-            raise SaveError(f"no report from rank {ranks} in {timeout_s:g} s, so {task.folder} stays unfinished")
+            who = f"rank{'s' if len(missing) > 1 else ''} {ranks}"
+            raise SaveError(f"no report from {who} in {timeout_s:g} s, so {task.folder} stays unfinished")
         check_cancelled()
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, interval.most_s)

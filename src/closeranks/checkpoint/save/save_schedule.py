@@ -23,7 +23,6 @@ from typing import Any
 
 from closeranks.checkpoint.config import seconds_of
 from closeranks.facts.checkpoint_policy.save_interval import daly_period_s, learned_mtbf_s, prior_mtbf_s
-from closeranks.facts.durations import format_duration
 
 FIRST_SAVE_S = 20.0
 MOST_S = 1800.0
@@ -93,15 +92,15 @@ class SaveSchedule:
         self.configured_mtbf_s = mtbf_s
         self.prior_mtbf_s = prior_mtbf_s(num_ranks)
         self.history = history or SaveHistory()
-        self._opened_s: float | None = None
+        self._opened_at: float | None = None
         self._now_s = 0.0
-        self._asked_s: float | None = None
+        self._requested_at: float | None = None
         """When a save was found due, until its result is known."""
-        self._last_s: float | None = None
+        self._last_saved_at: float | None = None
         """When the newest successful save since the last restart was requested."""
-        self._tried_s: float | None = None
+        self._tried_at: float | None = None
         """The same for the newest save, successful or not."""
-        self._retry_s = math.inf
+        self._retry_at = math.inf
         self._num_failed = 0
         self._step_s = 0.0
         self._num_steps = 0
@@ -137,47 +136,47 @@ class SaveSchedule:
         else:
             is_due = now_s >= self._next_s()
         if is_due:
-            self._asked_s, self._tried_s, self._slower_s = now_s, now_s, 0.0
+            self._requested_at, self._tried_at, self._slower_s = now_s, now_s, 0.0
         return is_due
 
     def is_retry_due(self, now_s: float) -> bool:
         """On the other ranks, which call nothing else: whether a save failed here and should be retried."""
         self._set_now(now_s)
-        return self._num_failed > 0 and now_s >= self._retry_s
+        return self._num_failed > 0 and now_s >= self._retry_at
 
     def record_started(self) -> None:
         """A save has started on all ranks, so a pending retry is no longer needed."""
-        self._retry_s = math.inf
+        self._retry_at = math.inf
 
     def clear_failures(self) -> None:
         """On the other ranks, which do not learn of a commit: this rank's part of a save is durable."""
-        self._num_failed, self._retry_s = 0, math.inf
+        self._num_failed, self._retry_at = 0, math.inf
 
     def record_step(self, seconds: float) -> None:
         """Record the wall time of one step. The first includes warm-up and is ignored."""
         self._num_steps += 1
         if self._num_steps == 1:
             return
-        if self._asked_s is not None and self._num_steps > 2:
+        if self._requested_at is not None and self._num_steps > 2:
             self._slower_s += seconds - self._step_s
         else:
             self._step_s = _blend(self._step_s, seconds, max(_STEP_WEIGHT, 1 / (self._num_steps - 1)))
 
-    def record_save(self, step: int, stall_s: float, durable_s: float, now_s: float) -> None:
+    def record_save(self, stall_s: float, durable_s: float, now_s: float) -> None:
         """A checkpoint was committed: training was blocked for ``stall_s``, and the save took ``durable_s`` in all."""
         self._set_now(now_s)
-        asked_s, drag_s = now_s - durable_s, self.history.drag_s  # a save that this schedule did not request
-        if self._asked_s is not None:
-            asked_s, drag_s = self._asked_s, min(durable_s, max(-durable_s, self._slower_s))
+        requested_at, drag_s = now_s - durable_s, self.history.drag_s  # a save that this schedule did not request
+        if self._requested_at is not None:
+            requested_at, drag_s = self._requested_at, min(durable_s, max(-durable_s, self._slower_s))
         self.history = self.history.with_save(stall_s, durable_s, drag_s)
-        self._last_s = self._tried_s = asked_s
-        self._asked_s, self._num_failed, self._retry_s = None, 0, math.inf
+        self._last_saved_at = self._tried_at = requested_at
+        self._requested_at, self._num_failed, self._retry_at = None, 0, math.inf
 
-    def record_failure(self, step: int, now_s: float) -> None:
+    def record_failure(self, now_s: float) -> None:
         """A save failed: retry soon, then at growing intervals."""
         self._set_now(now_s)
-        self._asked_s = None
-        self._retry_s = now_s + min(MOST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._num_failed, 30))
+        self._requested_at = None
+        self._retry_at = now_s + min(MOST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self._num_failed, 30))
         self._num_failed += 1
 
     @property
@@ -197,50 +196,35 @@ class SaveSchedule:
         wanted = min(MOST_S, daly_period_s(self.mtbf_s, self.history.cost_s))
         return max(wanted, self.history.durable_s, self._step_s)
 
-    def explain(self) -> str:
-        """One sentence for people."""
-        if self.every == 0:
-            return "saving at the end only"
-        if isinstance(self.every, int):
-            return f"saving every {self.every} steps" if self.every > 1 else "saving every step"
-        if self.period_s is not None:
-            return f"saving every {format_duration(self.period_s)}"
-        failures = f"failures every {format_duration(self.mtbf_s)} expected"
-        if not self.history.num_saves:
-            return f"a first save after {format_duration(FIRST_SAVE_S)} measures the cost; {failures}"
-        history, wanted = self.history, daly_period_s(self.mtbf_s, self.history.cost_s)
-        cost = f"a save costs {format_duration(history.cost_s)}"
-        if history.durable_s > min(wanted, MOST_S):
-            cost += f" and takes {format_duration(history.durable_s)} to be durable"
-        return f"saving every {format_duration(self.interval_s)}: {cost}, {failures}"
-
     def _set_now(self, now_s: float) -> None:
-        if self._opened_s is None:
-            self._opened_s = now_s
+        if self._opened_at is None:
+            self._opened_at = now_s
         self._now_s = now_s
 
     def _history_now(self) -> SaveHistory:
-        session_s = self._now_s - self._opened_s if self._opened_s is not None else 0.0
+        session_s = self._now_s - self._opened_at if self._opened_at is not None else 0.0
         return replace(self.history, uptime_s=self.history.uptime_s + session_s)
 
     def _is_under_way(self, now_s: float) -> bool:
-        return self._asked_s is not None and now_s - self._asked_s < max(GIVEN_UP_S, 4 * self.history.durable_s)
+        return self._requested_at is not None and now_s - self._requested_at < max(
+            GIVEN_UP_S, 4 * self.history.durable_s
+        )
 
     def _next_s(self) -> float:
         """The time from which a save is due."""
         if self._num_failed:
-            return min(self._retry_s, self._next_multiple_s()) if self.period_s is not None else self._retry_s
+            return min(self._retry_at, self._next_multiple_s()) if self.period_s is not None else self._retry_at
         if isinstance(self.every, int):
             return math.inf
         if self.period_s is not None:
             return self._next_multiple_s()
-        return self._began_s() + FIRST_SAVE_S if self._last_s is None else self._last_s + self.interval_s
+        return self._began_s() + FIRST_SAVE_S if self._last_saved_at is None else self._last_saved_at + self.interval_s
 
     def _next_multiple_s(self) -> float:
         """The first multiple of the period for which no save was tried yet, so that delays do not accumulate."""
         began_s, span_s = self._began_s(), self.period_s or MOST_S
-        gone_s = max(0.0, (self._tried_s if self._tried_s is not None else began_s) - began_s)
+        gone_s = max(0.0, (self._tried_at if self._tried_at is not None else began_s) - began_s)
         return began_s + (math.floor(gone_s / span_s) + 1) * span_s
 
     def _began_s(self) -> float:
-        return self._opened_s if self._opened_s is not None else self._now_s
+        return self._opened_at if self._opened_at is not None else self._now_s

@@ -57,7 +57,7 @@ class SampleReader:
             batch, _ = self._good(others)
             if batch is not None:
                 return CheckedBatch(batch, 0, skipped)
-        what = f"{name_samples(ids)} of {self.source.identity} are bad, and so are very many after them"
+        what = f"nothing usable in {name_samples(ids)} of {self.source.identity}, nor in the many after them"
         raise DataError(f"{what}; the first: {skipped[0].message}", "Fix the data: hardly any of it can be read.")
 
     def _checked(self, ids: Ints) -> Batch:

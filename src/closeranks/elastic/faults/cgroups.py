@@ -1,4 +1,4 @@
-"""Puts a worker into a control group (version 1 or 2) that throttles, freezes or limits the memory of it.
+"""Puts a worker into a control group (version 1 or 2) that throttles it, freezes it or limits its memory.
 
 A group is created for one injected fault, below the group of this process or as near to it as the kernel and our
 permissions allow. Invariants: only the named processes are moved; before a group is removed, they are thawed and moved
@@ -177,10 +177,6 @@ class ControlGroup:
         text = (self.path / ("memory.events" if self._parent.version == 2 else "memory.oom_control")).read_text()
         found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return int(found[1]) if found else 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.path / "cgroup.procs").read_text().split()
 
     def remove(self, timeout_s: float = _REMOVE_S) -> None:
         """Move the remaining processes back, then remove. A dying process still holds its group for a moment."""

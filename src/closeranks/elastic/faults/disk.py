@@ -35,7 +35,7 @@ def mount_problem() -> str:
     return "only root can mount a small file system"
 
 
-class SmallDisk:
+class FillableDisk:
     """A file system over ``folder`` that can be made full and freed again.
 
     Call sequence: construct it before starting any process that should see it, ``open`` it before anything is written,
@@ -93,7 +93,7 @@ class SmallDisk:
             path.rename(self._folder / path.name)
         kept.rmdir()
 
-    def __enter__(self) -> SmallDisk:
+    def __enter__(self) -> FillableDisk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

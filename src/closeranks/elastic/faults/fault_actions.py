@@ -22,7 +22,7 @@ from closeranks.elastic.faults.cgroups import (
     ControlGroup,
     find_cgroup_parent,
 )
-from closeranks.elastic.faults.disk import SmallDisk
+from closeranks.elastic.faults.disk import FillableDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.observed_run import ObservedRun, ObservedWorker, step_of, worker_of
 from closeranks.elastic.faults.processes import TargetProcess, await_state, highest_priority
@@ -66,7 +66,7 @@ def _send(observed: ObservedRun, ranks: tuple[int, ...], number: signal.Signals)
     return FaultAction(number.name)
 
 
-def _cut(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _cut(fault: InjectedFault, observed: ObservedRun, disk: FillableDisk | None) -> FaultAction:
     with TargetProcess(_target_worker(observed, fault.rank).pid or 0) as target:
         num_cut = target.cut_connections()
     if not num_cut:
@@ -74,7 +74,7 @@ def _cut(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) ->
     return FaultAction(f"{num_cut} connections shut down")
 
 
-def _kill_zygote(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _kill_zygote(fault: InjectedFault, observed: ObservedRun, disk: FillableDisk | None) -> FaultAction:
     if observed.zygote is None:
         raise ProcessLookupError("there is no zygote now")
     with TargetProcess(observed.zygote) as zygote:
@@ -118,7 +118,7 @@ class _Freeze(_Grouped):
         self._group.freeze(True)
 
 
-def _hang(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _hang(fault: InjectedFault, observed: ObservedRun, disk: FillableDisk | None) -> FaultAction:
     try:
         return _Freeze(fault, observed)
     except CgroupUnavailable:
@@ -160,7 +160,7 @@ def _own_slot_paths(observed: ObservedRun, worker: ObservedWorker) -> tuple[str,
     return tuple(observed.snapshot_paths[worker.local_rank][:2])
 
 
-def _flip(fault: InjectedFault, observed: ObservedRun, disk: SmallDisk | None) -> FaultAction:
+def _flip(fault: InjectedFault, observed: ObservedRun, disk: FillableDisk | None) -> FaultAction:
     """The worker is stopped meanwhile, so that the newest snapshot stays the newest."""
     worker = _target_worker(observed, fault.rank)
     with TargetProcess(worker.pid or 0) as target:
@@ -216,12 +216,12 @@ class _Tear(FaultAction):
 
 
 class _FullDisk(FaultAction):
-    def __init__(self, fault: InjectedFault, disk: SmallDisk | None) -> None:
+    def __init__(self, fault: InjectedFault, disk: FillableDisk | None) -> None:
         if disk is None:
             raise OSError("no file system was mounted for the checkpoints before the run")
         super().__init__("no free block left for checkpoints")
         self._fault = fault
-        self._disk: SmallDisk | None = disk
+        self._disk: FillableDisk | None = disk
         disk.fill()
 
     def tick(self, observed: ObservedRun) -> bool:
@@ -238,11 +238,11 @@ class _FullDisk(FaultAction):
             disk.free()
 
 
-def _to_workers(number: signal.Signals) -> Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]:
+def _to_workers(number: signal.Signals) -> Callable[[InjectedFault, ObservedRun, FillableDisk | None], FaultAction]:
     return lambda fault, observed, disk: _send(observed, fault.victims, number)
 
 
-FAULT_ACTIONS: dict[str, Callable[[InjectedFault, ObservedRun, SmallDisk | None], FaultAction]] = {
+FAULT_ACTIONS: dict[str, Callable[[InjectedFault, ObservedRun, FillableDisk | None], FaultAction]] = {
     "kill": _to_workers(signal.SIGKILL),
     "kill2": _to_workers(signal.SIGKILL),
     "exception": _cut,

@@ -1,7 +1,7 @@
 """Injects faults into a run at the steps they name.
 
-The injector is called at every iteration of the agent's loop, in the agent's process, outside the workers, which do not
-know of it. Invariants: each fault is injected once; a fault that ends a generation waits for the next generation if
+The agent calls the injector as often as it asks to be, in the agent's process, outside the workers, which do not know
+of it. Invariants: each fault is injected once; a fault that ends a generation waits for the next generation if
 such a fault was already injected into this one, so that each has a recovery of its own; whatever was set up is removed
 by ``close``, however the run ended.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from closeranks.core.errors import SetupError
-from closeranks.elastic.faults.disk import SmallDisk
+from closeranks.elastic.faults.disk import FillableDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.observed_run import ObservedRun, StepTiming, is_due, step_of, update_timings
@@ -63,10 +63,10 @@ class Injector:
         self.injections: list[Injection] = []
         for kind, reason in unavailable_kinds(fault.kind for fault in faults).items():
             raise SetupError(f"the fault {kind} is not possible here: {reason}", "Leave it out, or run as root.")
-        self._disk: SmallDisk | None = None
+        self._disk: FillableDisk | None = None
         self._is_open = False
         if checkpoints is not None and any(fault.kind == "diskfull" for fault in faults):
-            self._disk = SmallDisk(checkpoints)
+            self._disk = FillableDisk(checkpoints)
 
     def __call__(self, observed: ObservedRun) -> float | None:
         """One poll; returns the latest time (``time.monotonic()``) for the next one, or None."""

@@ -1,6 +1,6 @@
 """What the injector sees of a run, and when a fault is due.
 
-The agent passes a view of its workers at every iteration of its loop (``agent.job_view.JobView`` has this shape). Pure.
+The agent passes a view of its workers whenever it calls the injector (``agent.job_view.JobView`` has this shape). Pure.
 Invariant: a fault is due when its target works on the step it names or a later one, never before, and never in a run
 that is ending.
 """

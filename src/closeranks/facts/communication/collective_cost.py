@@ -62,7 +62,7 @@ class NetworkModel:
 
     def __post_init__(self) -> None:
         if self.topology.hosts > 1 and self.inter_host is None:
-            raise ValueError("several hosts need a link between them: give across")
+            raise ValueError("several hosts need a link between them: give inter_host")
 
     @classmethod
     def flat(cls, num_ranks: int, link: Link) -> NetworkModel:

@@ -109,7 +109,7 @@ def outcome_of(
     seconds = losses[-1].at_s if losses else None
     counted = [step for step in history.steps if step.step not in history.first_steps]
     counted_s = sum(step.seconds for step in counted)
-    per_hour = run.case.num_workers * compare.price_per_worker_hour / 3600
+    price_per_s = run.case.num_workers * compare.price_per_worker_hour / 3600
     return ComparisonRunOutcome(
         setting=run.case.name,
         seed=run.seed,
@@ -130,8 +130,8 @@ def outcome_of(
         metrics=_final_metrics(history),
         eval_metrics=_finite(history.evals[-1].metrics) if history.evals else {},
         memory_bytes=max((step.memory_bytes for step in history.steps), default=0) or None,
-        cost=per_hour * seconds if per_hour and seconds is not None else None,
-        cost_to_target=per_hour * reached.at_s if per_hour and reached else None,
+        cost=price_per_s * seconds if price_per_s and seconds is not None else None,
+        cost_to_target=price_per_s * reached.at_s if price_per_s and reached else None,
         wall_s=record.wall_s,
         folder=folder,
         machine=str(record.machine),

@@ -196,7 +196,7 @@ def _compare(
 
 
 def train_with_faults(
-    path: Path, overrides: Sequence[str], num_workers: int, text: str, party: launch.JobHosts | None = None
+    path: Path, overrides: Sequence[str], num_workers: int, text: str, hosts: launch.JobHosts | None = None
 ) -> None:
     """``closeranks train --faults``: train the job, and inject the given faults on this host."""
     asked = parse_faults(text)
@@ -207,9 +207,9 @@ def train_with_faults(
     check_faults(asked.faults, launch.num_workers_for(job, num_workers), job.train.steps)
     checkpoints = RunFolder(choose_folder(job, path.stem)).checkpoints
     with Injector(asked.faults, checkpoints) as injector:
-        launch.train(path, overrides, num_workers, on_tick=injector, hosts=party)
-    for strike in injector.injections:
-        if strike.error:
-            typer.echo(f"{strike.fault} could not be injected: {strike.error}", err=True)
+        launch.train(path, overrides, num_workers, on_tick=injector, hosts=hosts)
+    for injection in injector.injections:
+        if injection.error:
+            typer.echo(f"{injection.fault} could not be injected: {injection.error}", err=True)
     for fault in injector.missed:
         typer.echo(f"{fault} was not injected: the run was over", err=True)

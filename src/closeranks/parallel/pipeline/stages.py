@@ -1,9 +1,9 @@
 """Splits a whole model into the stages of one pipeline rank.
 
 A stage is a skeleton of the model that contains its own units and None in place of other stages' units, so that every
-parameter keeps its name. Units are moved, never copied: a skeleton consists of module objects, with no tensor of its
-own. Invariants: every parameter is in some unit, hence in exactly one stage unless it is tied; a parameter tied within
-a rank stays one object.
+parameter keeps its name. Units are shared with the whole model, never copied: a skeleton has no tensor of its own.
+Invariants: every parameter is in some unit, hence in exactly one stage unless it is tied; a parameter tied within a
+rank stays one object.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _derived(
             found[one.owner] = _needed(one, dim)
         elif one.kind == "linear" and dim == 1 and one.has_bias and around != one.owner:
             what = f"{one} is split along its inputs, and the bias beside it would be added once by every rank"
-            raise ModelError(what, f"Give '{one.owner}' a crossing of its own, or no bias.")
+            raise ModelError(what, f"Give '{one.owner}' an activation collective of its own, or no bias.")
     return {name: collectives for name, collectives in found.items() if collectives.on_input or collectives.on_output}
 
 

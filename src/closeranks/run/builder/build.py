@@ -245,7 +245,7 @@ def _identity(job: Job, source: DataSource, batches: Batches) -> dict[str, Any]:
         "data": source.identity,
         "num_samples": len(source),
         "seed": job.run.seed,
-        "order": batches.order_description,
+        "order": batches.order_signature,
         "global_batch": job.train.global_batch,
         "precision": job.train.precision,
     }

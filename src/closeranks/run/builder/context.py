@@ -1,7 +1,7 @@
 """The context of one rank of a run: its job, its position among the ranks, its device, the run's schedule.
 
-Decided before anything is built and constant for the whole run. Invariant: everything here except the rank's own
-position and device is the same on all ranks.
+Made while the run is built, and constant afterwards. Invariant: the job, the layout and the schedules are the same on
+all ranks.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class Batches(Component):
         self.quarantine.check(done.step)
 
     @property
-    def order_description(self) -> str:
-        """The sample order, for people; empty for the usual one."""
+    def order_signature(self) -> str:
+        """What must stay as it is in the sample order when a run resumes; empty for the default order."""
         return self.order.signature
 
     def set_shares(self, shares: tuple[int, ...], step: int) -> None:

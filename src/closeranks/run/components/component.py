@@ -88,7 +88,7 @@ class Component:
         return ()
 
     def version(self) -> object:
-        """Equal as long as ``tensors`` would list the same memory; called in every step."""
+        """Equal as long as ``tensors`` would list the same memory; called whenever the state is listed."""
         return None
 
     def tree(self) -> Mapping[str, Any]:

@@ -37,12 +37,12 @@ class CompressionQuality:
         self._measured: dict[int, Tensor] = {}
         self._drift = CompressionDrift()
 
-    def measure(self, number: int, step: int, losses: Callable[[], Sequence[Tensor]]) -> None:
+    def measure(self, number: int, step: int, read_errors: Callable[[], Sequence[Tensor]]) -> None:
         """``number``: the count that decides whether this one is sampled; ``step``: the step it is reported for."""
         if self.plan is None or not self.plan.is_sampled(number):
             return
         found = torch.zeros(4, dtype=torch.float64, device=self._device)
-        for sums in losses():
+        for sums in read_errors():
             found += sums
         self._measured[step] = self._group.sum(found)
 

@@ -96,7 +96,7 @@ class GradientNoiseScale(Component):
         self._own = torch.stack([total / (weight * scale.double()).square(), one])
 
     def after_vote(self, index: int, verdict: Verdict) -> None:
-        """Collective, in every step."""
+        """Collective in the steps that are measured."""
         if self._is_due(index):
             own = torch.zeros(2, dtype=torch.float64, device=self._device) if self._own is None else self._own
             self._own = None

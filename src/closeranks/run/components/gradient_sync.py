@@ -6,7 +6,7 @@ The step itself drives the reducer through backward, up to the vote.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from closeranks.capture.tensors import StateTensor
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
@@ -14,9 +14,6 @@ from closeranks.elastic.vote import Verdict
 from closeranks.run.components.component import Component, Unique
 from closeranks.run.components.error_feedback import restore_error_feedback
 from closeranks.run.state.saved_state import SYNC, SavedState
-
-if TYPE_CHECKING:
-    pass
 
 
 class GradientSync(Component):

@@ -105,9 +105,7 @@ class LocalSgd(Component):
         compress = job.sync.compress
         if compress.name != "none" and self._context.layout.data > 1:
             compression = compression_schedule(compress, self._context.schedule.num_steps)
-            fields["sync"] = describe_compressed_sync(compress, compression, "the outer gradient").replace(
-                "travel ", "travels "
-            )
+            fields["sync"] = describe_compressed_sync(compress, compression, "outer gradients")
         return fields
 
     def _rebalance(self, step: int) -> None:

@@ -199,7 +199,7 @@ def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = 
     return problems or list(replica_groups.layout_problems(job.sync, layout))
 
 
-_SMALL, _LEAST_MICRO, _USUAL_MICRO = 16, 4, 8
+_SMALL_CAP, _MIN_DIVISOR, _USUAL_DIVISOR = 16, 4, 8
 
 
 def micro_batch_size(job: Job) -> int:
@@ -209,8 +209,8 @@ def micro_batch_size(job: Job) -> int:
     whole = job.train.global_batch
     if job.train.micro_batch:
         return job.train.micro_batch
-    usual = whole // _USUAL_MICRO
-    return max(1, usual, 0 if job.data.seq_len else min(_SMALL, whole // _LEAST_MICRO))
+    usual = whole // _USUAL_DIVISOR
+    return max(1, usual, 0 if job.data.seq_len else min(_SMALL_CAP, whole // _MIN_DIVISOR))
 
 
 def layout_constraints(job: Job, micro_batch: int) -> LayoutConstraints:

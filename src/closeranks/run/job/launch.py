@@ -194,7 +194,7 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
         raise UserError(f"there is no script at {script}", "Name a Python file; its own flags come after it.")
     if detect_world().launcher in _STARTED_ELSEWHERE:
         raise SetupError("`closeranks run` starts its own workers", f"Under torchrun or srun, start {script} itself.")
-    folder = _folder_beside(script)
+    folder = _script_log_folder(script)
     launch = _Launch(
         entry="closeranks.run.worker.entry:script_entry",
         payload={"script": str(script), "args": list(arguments), "folder": str(folder)},
@@ -204,7 +204,7 @@ def run_script(script: Path, arguments: Sequence[str], num_workers: int) -> None
     _start(launch, num_workers or num_gpus() or 1)
 
 
-def _folder_beside(script: Path) -> Path:
+def _script_log_folder(script: Path) -> Path:
     """The folder of the logs until a session of the script names its own; they stay there if none does."""
     wanted = Path("runs") / script.stem
     try:
@@ -399,7 +399,7 @@ def _resume_hint(folder: Path, saved: str) -> str:
         return f"continue with checkpoint.resume={saved}"
     if (folder / "checkpoints" / "latest").exists():
         return f"continue with checkpoint.resume={folder}"
-    return f"the run folder is {folder}, but there was no time to save the state."
+    return f"the run folder is {folder}; it holds no checkpoint"
 
 
 def _threads(wanted: int, num_workers: int) -> int:

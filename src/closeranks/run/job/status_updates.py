@@ -149,7 +149,7 @@ class StatusUpdater:
         self._happened.append(StatusEvent(time.time(), text))
 
     def _note_lost_rank(self) -> None:
-        """Note a lost rank after which no ranks were closed."""
+        """Note a lost rank from which the run has not recovered."""
         lost, self._lost = self._lost, None
         if lost is not None:
             self._note(event_lines.lost_words(lost))

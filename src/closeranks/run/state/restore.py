@@ -174,7 +174,7 @@ def _from_disk(context: RunContext, state: RunState, folder: Path, memory: _Memo
     found = resume_own_checkpoint(context, state, folder, _first_attempt(context, folder), skipped)
     if found is None and (memory.is_spoilt or skipped):
         _begin_anew(context, folder, memory, skipped)
-    if found is not None or memory.has_lost:
+    if found is not None or memory.had_later_snapshots:
         memory.notes.append("no complete state is in memory")
     memory.notes.extend(skipped)
     return (found, "checkpoint") if found is not None else (load_initial_state(context, state, folder), "start")
@@ -202,7 +202,7 @@ class _Memory:
     bad: set[SnapshotLocation] = field(default_factory=set)
     is_spoilt: bool = False
     """Whether any rank's model may hold parts of a state that proved damaged."""
-    has_lost: bool = False
+    had_later_snapshots: bool = False
     """Whether there ever was more than the first snapshot, which is sealed before the vote of the first step."""
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ class _Memory:
             for location, header in rows
         )
         self.notes += [note for _, notes, _ in gathered for note in notes]
-        self.has_lost = bool(self.notes) or any(is_used for *_, is_used in gathered)
+        self.had_later_snapshots = bool(self.notes) or any(is_used for *_, is_used in gathered)
 
     def void(self) -> None:
         """Invalidate the copies that proved bad, so that no later generation uses them; one rank of each host does."""

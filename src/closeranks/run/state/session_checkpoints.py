@@ -99,7 +99,7 @@ class SessionCheckpoints(Component):
         self._durable: set[tuple[int, str]] = set()
         """Step and tier of what is safe, as far as this rank can know: on rank 0 a committed checkpoint, elsewhere the
         rank's written part."""
-        self._last_vote_s: float | None = None
+        self._last_vote_at: float | None = None
         self._stalls: dict[int, float] = {}
         self._last_eval: Evaluated | None = None
         self._best: list[float] = []
@@ -109,7 +109,7 @@ class SessionCheckpoints(Component):
             self._durable.add((start_point.step, "primary"))
         self._token, self._num_agreements = "", 0
         self._saver: CheckpointSaver | None = self._open_early(start_point.step) if config.save else None
-        self._warm_s = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
+        self._warm_up_at = time.monotonic() + (_EARLY_S if every == "auto" else 0.0)
         self._is_warm, self._is_warned = every == 0, False
 
     # During training
@@ -122,19 +122,19 @@ class SessionCheckpoints(Component):
         """Whether this rank requests a save in the vote of ``step``; called once in every step."""
         self.poll_reports()
         check_owned()
-        last_s, self._last_vote_s = self._last_vote_s, time.monotonic()
+        last_s, self._last_vote_at = self._last_vote_at, time.monotonic()
         if last_s is not None:
-            self._schedule.record_step(self._last_vote_s - last_s)
-        if not self._is_warm and self._last_vote_s >= self._warm_s and self._saver is not None:
+            self._schedule.record_step(self._last_vote_at - last_s)
+        if not self._is_warm and self._last_vote_at >= self._warm_up_at and self._saver is not None:
             self._is_warm = True
             self._saver.warm_up(self._capture, self._state.tensors())
         if self._is_requested or self._is_granted:  # with an accelerator the host reads a vote one step late
             return False
         if self._context.world.is_lead:
             self._warn_if_too_frequent(step)
-            self._is_requested = not self._is_pending and self._schedule.is_due(step, self._last_vote_s)
+            self._is_requested = not self._is_pending and self._schedule.is_due(step, self._last_vote_at)
         else:
-            self._is_requested = self._schedule.is_retry_due(self._last_vote_s)
+            self._is_requested = self._schedule.is_retry_due(self._last_vote_at)
         return self._is_requested
 
     def _warn_if_too_frequent(self, step: int) -> None:
@@ -165,7 +165,7 @@ class SessionCheckpoints(Component):
     def on_eval(self, result: Evaluated) -> None:
         """Called on all ranks, with the same loss. A state among the best so far is copied at once, before hooks may
         change anything."""
-        self._last_eval, self._last_vote_s = result, None  # the time since the last step was not training
+        self._last_eval, self._last_vote_at = result, None  # the time since the last step was not training
         keep = self._config.keep_best if self._config.save and math.isfinite(result.loss) else 0
         if keep and (len(self._best) < keep or result.loss < max(self._best)):
             self._best = sorted([*self._best, result.loss])[:keep]
@@ -352,14 +352,14 @@ class SessionCheckpoints(Component):
                 if report.tier == "primary":
                     remove_rescued(self._folder, report.step)
                     self._is_pending = False
-                    self._schedule.record_save(report.step, stall_s, report.seconds, now_s)
+                    self._schedule.record_save(stall_s, report.seconds, now_s)
                 path = self._saver.path_of(report.step) if report.tier == "primary" else report.path
                 self._emit(Saved(report.step, path, report.num_bytes, report.seconds, stall_s, report.tier))
             case "failed":
                 self._durable.discard(here)
                 if report.tier == "primary":
                     self._is_pending = False
-                    self._schedule.record_failure(report.step, now_s)
+                    self._schedule.record_failure(now_s)
                 self._emit(SaveFailed(report.step, report.what, self._context.world.rank, report.tier))
             case "collected":
                 if report.what:

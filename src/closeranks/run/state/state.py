@@ -153,5 +153,6 @@ class RunState:
                 plain = OrderChange(place, place, repr(found), repr(value))
                 change = order_change(str(found), str(value)) if key == "order" else plain
                 values = f": {change.saved}, not {change.here}" if change.saved else ""
-                what = f"the state was saved with another {change.name}{values}"
+                other = "other data" if change.name == "data" else f"another {change.name}"
+                what = f"the state was saved with {other}{values}"
                 raise CheckpointError(what, f"Set {change.keys} back, or start a new run without checkpoint.resume.")

@@ -76,12 +76,12 @@ class Step:
             with model.precision.context(model.device):
                 yield model.precision.cast(loaded.batch)
             if self._num_done != number:
-                raise self._order_error("the next batch was taken")
+                raise self._order_error("the next batch was taken before step.backward(loss)")
 
     def backward(self, loss: Loss | Tensor) -> None:
         """Add one micro-batch's gradients. A plain tensor counts as the mean over the micro-batch's samples."""
         if self._num_done + 1 != self._num_taken:
-            raise self._order_error("step.backward(loss) was called again")
+            raise self._order_error("step.backward(loss) was called without a batch")
         reducer = self._engine.reducer
         micro_batch = self._loaded[self._num_done].micro_batch
         scaled = self._scale_loss(micro_batch, loss)
@@ -162,7 +162,7 @@ class Step:
     def _order_error(self, what: str) -> UserError:
         """The keyed RNG, autocast and the reduction belong to one batch at a time."""
         fix = "Call step.backward(loss) exactly once for each batch, before the next one is taken."
-        return UserError(f"{what} out of order", fix, step=self.index + 1)
+        return UserError(what, fix, step=self.index + 1)
 
 
 def check_between_steps(sync_schedule: SyncSchedule, step: Step | None, num_done: int) -> None:

@@ -54,7 +54,7 @@ class StepResults:
         self._engine = engine
         self._pending: deque[_Entry] = deque()
         self._lag = 1 if engine.context.device.type == "cuda" else 0
-        self._num_bad = 0
+        self._num_non_finite = 0
         self._marked_at = time.monotonic()
 
     def push(self, index: int, verdict: Verdict) -> Iterator[StepResult]:
@@ -128,11 +128,11 @@ class StepResults:
         loss_scale = outcome.loss_scale * model.loss_divisor
         is_recoverable = model.precision.scales_loss and loss_scale > job.optim.loss_scale.minimum
         is_recoverable = is_recoverable or (outcome.is_empty and outcome.num_bad > 0)  # data.max_bad is their limit
-        self._num_bad = 0 if outcome.taken or is_recoverable else self._num_bad + 1
-        if self._num_bad >= job.train.patience:
-            first = index + 2 - self._num_bad
+        self._num_non_finite = 0 if outcome.taken or is_recoverable else self._num_non_finite + 1
+        if self._num_non_finite >= job.train.patience:
+            first = index + 2 - self._num_non_finite
             raise DataError(
-                f"loss or gradients have not been finite for {self._num_bad} steps in a row, since step {first}",
+                f"loss or gradients have not been finite for {self._num_non_finite} steps in a row, since step {first}",
                 non_finite_advice(model.precision.name, job.optim.clip),
                 step=index + 1,
             )

@@ -194,7 +194,7 @@ def run_dummy_step(job: Job) -> None:
 
 
 def _snapshot_and_restore(state: RunState) -> None:
-    """Take a snapshot of the state into private memory, and restore it. Does not use ``restore_generation``, which
+    """Take a snapshot of the state into private memory, and restore it. Does not call ``take_snapshot_paths``, which
     counts the sessions of a process."""
     with ExitStack() as stack:
         paths = [_memory(stack), _memory(stack)]

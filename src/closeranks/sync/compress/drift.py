@@ -35,14 +35,15 @@ class CompressionDrift:
         if len(self.usual) < NUM_USUAL:
             self.usual.append((relative_error, cosine))
             return ""
-        error, angle = (median(values) for values in zip(*self.usual, strict=True))
-        is_odd = relative_error > GROWTH * error + 1e-12 or cosine < FALL * angle
+        usual_error, usual_cosine = (median(values) for values in zip(*self.usual, strict=True))
+        is_odd = relative_error > GROWTH * usual_error + 1e-12 or cosine < FALL * usual_cosine
         self.lasting = self.lasting + 1 if is_odd else 0
         if self.lasting != NUM_LASTING:
             return ""
         return (
-            f"compression loses more than before: an error of {relative_error:.2f} of the gradient where {error:.2f} "
-            f"was usual, a cosine of {cosine:.2f} where {angle:.2f} was. Send more (sync.compress), or lower optim.lr"
+            f"compression loses more than before: an error of {relative_error:.2f} of the gradient where "
+            f"{usual_error:.2f} was usual, a cosine of {cosine:.2f} where {usual_cosine:.2f} was. Send more "
+            "(sync.compress), or lower optim.lr"
         )
 
 

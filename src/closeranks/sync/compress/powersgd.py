@@ -130,7 +130,7 @@ class PowerSgd:
     num_collectives = 2
 
     def __init__(self, rank: int, group: CommGroup, spec: FlatBufferSpec, *, feedback: bool) -> None:
-        self._group, self._spec, self._rank = group, spec, rank
+        self._group, self._spec = group, spec
         matrices = find_matrices(spec, rank)
         # Half-precision types are too imprecise to orthogonalize in.
         self._dtype = spec.dtype if spec.dtype == torch.float64 else torch.float32

@@ -127,7 +127,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the anchor to the weights, and clear momentum and error feedback."""
+        """Set the anchor to the weights and clear the momentum; error feedback stays."""
         for part in self._parts():
             if part.momentum is not None:
                 part.momentum.zero_()

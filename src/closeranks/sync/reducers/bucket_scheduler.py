@@ -28,8 +28,8 @@ _ONCE = SEVERAL_STAGES
 
 
 class BucketScheduler:
-    """Tracks how far each bucket of a plan is filled. The callbacks ``load(bucket, index)`` copies the gradient of
-    a member into its bucket and ``send(bucket)`` starts the reduction."""
+    """Tracks how far each bucket of a plan is filled. The callback ``load(bucket, index)`` copies the gradient of
+    a member into its bucket; ``send(bucket)`` starts the reduction."""
 
     def __init__(
         self,

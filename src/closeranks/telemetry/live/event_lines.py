@@ -299,13 +299,13 @@ def snapshots_line(event: Snapshotting) -> str:
 
 def slow_line(event: SlowRank) -> str:
     host = f" on {event.host}" if event.host else ""
-    times = f"{formatting.duration(event.own_s)} a step, the others {formatting.duration(event.median_s)}"
+    times = f"{formatting.duration(event.own_s)} a micro-batch, the others {formatting.duration(event.median_s)}"
     return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
 
 
 def host_line(event: HostChanged) -> str:
     size = f" with {formatting.count(event.num_workers, 'worker')}" if event.change == "joined" else ""
-    change = "is quarantined" if event.change == "quarantined" else event.change
+    change = f"is {event.change}" if event.change in ("leaving", "quarantined") else event.change
     return f"host {event.host} {change}{size}" + (f": {event.why}" if event.why else "")
 
 

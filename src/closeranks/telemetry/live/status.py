@@ -46,7 +46,7 @@ class WorkerStatus:
     phase: str = ""
     """In words."""
     own_s: float = 0.0
-    """Its own computing time of the last step, without waiting; 0: unknown."""
+    """Its own computing time per micro-batch in the last step, without waiting; 0: unknown."""
     memory_bytes: int = 0
     """Resident; 0: unknown."""
 

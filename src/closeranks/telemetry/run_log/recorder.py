@@ -79,7 +79,7 @@ class EventRecorder:
             self._file.close()
 
     def _write(self, event: Event) -> None:
-        # Same result as core.events.encode at a tenth of its cost: events are flat, so nothing is copied deeply.
+        # As core.events.encode, with time and rank added, at a tenth of its cost.
         names: tuple[str, ...] = event.__match_args__
         line = {"event": event.name, "at": time.time(), "rank": self._rank}
         line.update((name, getattr(event, name)) for name in names)
@@ -140,10 +140,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return _without_nonfinite_values(_with_nonfinite(values)) if isinstance(values, dict) else None
+    return _without_invalid_common_fields(_with_nonfinite(values)) if isinstance(values, dict) else None
 
 
-def _without_nonfinite_values(values: dict[str, Any]) -> dict[str, Any]:
+def _without_invalid_common_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Fields that every line has are dropped if they have the wrong type: a file may have come from anywhere."""
     for key, kinds in _COMMON.items():
         if key in values and (type(values[key]) not in kinds or not -_FAR <= values[key] <= _FAR):
