@@ -61,7 +61,7 @@ def disk_full_to_the_end(run: Run, first: int, report: str, faults: str) -> Gene
 
 def _check_state_elsewhere(run: Run) -> None:
     """The state of the last step, where the last words say."""
-    told = re.search(rf"lies in (\S+/step-{STEPS:08d}\S*) instead", run.said)
+    told = re.search(rf"is in (\S+/step-{STEPS:08d}\S*) instead", run.said)
     if told is None:
         raise Problem(f"nothing says where the last state lies: {run.said[-500:]}")
     expected = read_state(last_states(run.lab.calm)[-1])

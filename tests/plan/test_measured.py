@@ -78,8 +78,9 @@ def test_every_rank_sends_what_was_planned(tmp_path: Path, num_ranks: int, chang
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_no_rank_holds_much_else_than_was_planned(tmp_path: Path, num_ranks: int, changes: list[str]) -> None:
-    """Of tensors that live; what an allocator or a kernel takes beside them is not seen here."""
+    """Of tensors that live; what an allocator or a kernel takes beside them is not seen here. bf16 takes minutes on a
+    CPU without its instructions."""
     overrides = ["train.global_batch=16", "train.micro_batch=2", *changes]
-    measured = run_world(step_peak, num_ranks, TINY, overrides, str(tmp_path / "run"))
+    measured = run_world(step_peak, num_ranks, TINY, overrides, str(tmp_path / "run"), timeout_s=380)
     for peak, rank in zip(measured, planned(overrides, num_ranks), strict=True):
         assert rank.total_bytes == pytest.approx(peak, rel=0.12)
