@@ -25,7 +25,7 @@ from soak_plan import Plan, Planned, Window
 
 from closeranks.agent.job_view import JobView
 from closeranks.core.errors import Drained
-from closeranks.elastic.faults.disk import SmallDisk
+from closeranks.elastic.faults.disk import FillableDisk
 from closeranks.elastic.faults.fault import InjectedFault
 from closeranks.elastic.faults.fault_actions import FAULT_ACTIONS, FaultAction
 from closeranks.elastic.faults.observed_run import step_of
@@ -72,7 +72,7 @@ class Striker:
         self._began_at: float | None = None
         self._is_open = self._is_over = False
         has_disk = any(fault.kind == "diskfull" for fault in plan.faults)
-        self._disk = SmallDisk(self._run.checkpoints) if has_disk else None
+        self._disk = FillableDisk(self._run.checkpoints) if has_disk else None
 
     def __call__(self, view: JobView) -> float | None:
         if not self._is_open:

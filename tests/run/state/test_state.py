@@ -43,7 +43,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
         r"another train\.global_batch: 8, not 16\. Set train\.global_batch back",
     ),
     "precision": ({"train": {"precision": "bf16"}}, r"another train\.precision: 'float32', not 'bf16'"),
-    "data": ({"data": dataset(65)}, r"another data: .*64 samples.*not .*65 samples"),
+    "data": ({"data": dataset(65)}, r"other data: .*64 samples.*not .*65 samples"),
     "width": ({"model": narrow}, r"'0\.weight' has shape \(6, 4\) here and \(8, 4\) in the saved state\. Resume with"),
     "depth": ({"model": deep}, r"2 tensors do not match, such as '4\.bias'\. Resume with the model"),
     "optimizer": ({"optim": {"name": "sgd"}}, r"the saved optimizer is 'adamw', the job's is 'sgd'\. Set optim\.name"),
