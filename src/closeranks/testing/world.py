@@ -196,6 +196,7 @@ def _run_rank(
     setup: _RankSetup, report: Connection, stack: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """Main function of a rank. When done it waits to be killed: leaving early would break its peers' connections."""
+    faulthandler.enable(file=2)  # a crash in native code ends the rank's output with its stacks
     faulthandler.register(signal.SIGUSR1, stack.fileno())
     die_with_parent(os.getppid())
     try:
