@@ -160,3 +160,20 @@ def subgroups() -> list[float]:
 @pytest.mark.world
 def test_a_crossing_stays_within_its_group() -> None:
     assert run_world(subgroups, 4) == [[0.0, 2.0], [1.0, 3.0], [0.0, 2.0], [1.0, 3.0]]
+
+
+def profiled(name: str) -> set[str]:
+    axis = here()
+    ours = drawn(SHAPE, axis.rank).requires_grad_()
+    with torch.profiler.profile() as profile:
+        ACTIVATION_COLLECTIVES[name](ours, axis).sum().backward()
+    return {event.name for event in profile.events() if event.name.startswith("c10d::")}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", ACTIVATION_COLLECTIVES)
+def test_no_all_gather_is_coalesced(name: str) -> None:
+    """Works of that name let torch's Gloo threads corrupt the heap when two of them end at the same time."""
+    for operations in run_world(profiled, 2, name):
+        assert operations
+        assert not [operation for operation in operations if "allgather_into_tensor_coalesced" in operation]

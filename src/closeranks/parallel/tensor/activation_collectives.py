@@ -87,6 +87,25 @@ ACTIVATION_COLLECTIVES: dict[str, Callable[[Tensor, TensorAxisGroup], Tensor]] =
 """By the names that ``core.protocols.ActivationCollectives`` uses."""
 
 
+_functional = torch.library.Library("_c10d_functional", "IMPL")
+
+
+def _all_gather_into_tensor(tensor: Tensor, size: int, name: str) -> Tensor:
+    """torch's functional all-gather for CPU tensors, sent as a plain all-gather.
+
+    torch sends it as an ``ALLGATHER_COALESCED``. The two threads of a Gloo group each write the name of the work they
+    finished to one ``std::string``, without a lock. A name of more than 15 characters lives on the heap, so the two can
+    write to freed memory: the process crashes, or an unrelated object is overwritten. Shorter names, which all other
+    collectives have, stay inside the string.
+    """
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    arriving: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(tensor, size, name, out=gathered)
+    return arriving
+
+
+_functional.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
+
+
 def _apply(function: Any, *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
