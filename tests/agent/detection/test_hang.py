@@ -297,7 +297,7 @@ def test_the_cause_is_one_line_for_people() -> None:
     hang = Hang((1,), 7, WorkerPhase.COMPUTE, 10.0, 5.0)
     assert hang.cause(15.2) == "made no progress for 5.2 s, computing gradients"
     stopped = replace(hang, is_stopped=True, phase=WorkerPhase.DATA)
-    assert stopped.cause(15.2) == "was stopped by a signal for 5.2 s, waiting for data"
+    assert stopped.cause(15.2) == "was stopped by a signal or a frozen cgroup for 5.2 s, waiting for data"
 
 
 # --- over several hosts

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.agent.detection.process_probe import kernel_state
 from closeranks.core.errors import SetupError
 from closeranks.elastic.faults import inject
 from closeranks.elastic.faults.cgroups import CPU, FREEZER, MEMORY, remove_stale_groups
@@ -116,6 +117,7 @@ def test_a_hang_freezes_all_of_it_and_yields_to_a_fence(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert workers.cpu_s(0) == before
         assert workers.state(0) != "T"
+        until(lambda: kernel_state(workers.pids[0]) == "T")  # for the agent it is stopped, once all its threads froze
         os.kill(workers.pids[0], signal.SIGKILL)
         assert workers.next_end() == (0, -signal.SIGKILL)
         until(lambda: injector(view) is None)

@@ -47,7 +47,7 @@ class HangDeadlines:
 
     @property
     def stopped_s(self) -> float:
-        """How long a worker may be stopped by a signal."""
+        """How long a worker may be stopped."""
         return min(self.floor_s, STOPPED_S)
 
     def limit_s(self, phase: WorkerPhase, longest_s: float | None, earlier_s: float | None = None) -> float:
@@ -73,7 +73,7 @@ class Hang:
     """Their last progress, by the agent's clock."""
     limit_s: float
     is_stopped: bool = False
-    """Whether the suspects were stopped by a signal, according to the kernel."""
+    """Whether the suspects were stopped, by a signal or a frozen cgroup, according to the kernel."""
     why: str = ""
     """The evidence against them, where it goes beyond their progress."""
 
@@ -88,7 +88,7 @@ class Hang:
 
     def cause(self, now: float) -> str:
         """One line for people."""
-        what = "was stopped by a signal" if self.is_stopped else "made no progress"
+        what = "was stopped by a signal or a frozen cgroup" if self.is_stopped else "made no progress"
         why = f"; {self.why}" if self.why else ""
         return f"{what} for {now - self.since:.1f} s, {PHASE_WORDS[self.phase]}{why}"
 
