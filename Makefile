@@ -84,6 +84,7 @@ bench: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[peers]'
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/sync.py
@@ -96,6 +97,7 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recovery.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/membership.py
+	$(BIN)/python benchmarks/doctor.py
 
 # The other loaders do not agree on their dependencies with ours: they live in a venv beside.
 PEERS := .venv-peers

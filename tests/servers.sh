@@ -5,6 +5,7 @@ wanted=""
 command -v slurmctld >/dev/null 2>&1 && command -v munged >/dev/null 2>&1 || wanted="slurm-wlm slurm-client munge"
 command -v ip >/dev/null 2>&1 || wanted="$wanted iproute2"
 command -v faketime >/dev/null 2>&1 || wanted="$wanted faketime"
+command -v prometheus >/dev/null 2>&1 || wanted="$wanted prometheus"
 [ -z "$wanted" ] && exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
     echo "servers: not root on Debian; tests that need $wanted will skip"

@@ -155,7 +155,7 @@ def test_files_stay_short() -> None:
 
 def test_the_session_does_no_arithmetic() -> None:
     """It counts finished steps and measures time; anything more has a room."""
-    counting = {"self.num_done + 1", "self.num_done += 1"}
+    counting = {"self.num_done += 1"}
     tree = ast.parse((SOURCE / "run" / "session.py").read_text())
     arithmetic = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
     done = [

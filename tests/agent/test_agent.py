@@ -55,7 +55,7 @@ def test_a_worker_holds_only_what_is_its_own(host: Host) -> None:
     host.run(host.plan("describe_self", 3))
     for rank, event in host.events:
         assert event["fds"] == ["/dev/null", "pipe", "pipe"]
-        assert event["num_fds"] == 5, "stdin, stdout, stderr, the link and the progress word"
+        assert event["num_fds"] == 6, "stdin, stdout, stderr, the link, the progress word and the record of collectives"
         assert event["session"] != os.getsid(0), "Ctrl-C in a terminal must reach the agent alone"
         assert event["ignores_sigint"]
         assert event["detected"] == ["agent", rank]

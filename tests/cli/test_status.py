@@ -204,7 +204,11 @@ def test_a_fault_is_among_the_last_events(tmp_path: Path) -> None:
         told = json.loads(closeranks("status", "run", "--json", cwd=tmp_path).out)
         assert told["generation"] == 1
         assert told["happened"][-1]["text"] == line
+        assert told["account"]["num_faults"] == 1
+        assert 0 < told["goodput"] < 1
+        assert told["device_hours"] == pytest.approx(told["account"]["worker_s"] / 3600)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     agent_lines = (tmp_path / "run" / "metrics" / "agent.jsonl").read_text().splitlines()
-    assert [json.loads(text)["event"] for text in agent_lines][:2] == ["rank_lost", "ranks_closed"]
+    told = [json.loads(text)["event"] for text in agent_lines]
+    assert (told[:3], told[-1]) == (["launched", "rank_lost", "ranks_closed"], "launch_ended")

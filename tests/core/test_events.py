@@ -40,6 +40,7 @@ def _values(annotation: str) -> st.SearchStrategy[Any]:
         "float | None": st.none() | number,
         "int | None": st.none() | st.integers(-(2**63), 2**63 - 1),
         "list[str]": st.lists(st.text(max_size=3), max_size=3),
+        "dict[str, int]": st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63 - 1), max_size=2),
         "dict[str, float]": st.dictionaries(st.text(max_size=3), number, max_size=2),
         "dict[str, str]": st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
     }

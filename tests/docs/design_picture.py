@@ -48,12 +48,16 @@ COMPONENTS = {  # in the order of the list in run.build, then of those that a se
     "GradientNoiseScale": "gradient noise scale",
     "GradientCompressionQuality": "error of compression",
     "UnusedParameters": "parameters without gradient",
+    "PhaseRecorder": "time by phase, bytes sent",
+    "ResourceUse": "processors, disks, network, GPU",
+    "MemoryRecorder": "memory by kind",
     "SessionCheckpoints": "checkpoints",
     "SessionSnapshots": "copies in memory",
     "StateCapture": "waits for both to land",
+    "StepTraces": "traces on request",
 }
 
-_WIDTH, _HEIGHT = 11.0, 14.9
+_WIDTH, _HEIGHT = 11.0, 15.2
 _INK, _QUIET, _LINE, _PAPER = "#1f2933", "#66727f", "#c3cbd4", "#f6f8fa"
 _BLUE, _GREEN, _ORANGE, _PURPLE, _RED = "#2563a8", "#2f855a", "#c2611a", "#7c4d9e", "#c53030"
 _TINT = {_BLUE: "#e8f0f9", _GREEN: "#e6f4ec", _ORANGE: "#fdf0e4", _PURPLE: "#f2ebf7", _LINE: "#ffffff"}

@@ -58,10 +58,13 @@ def _rest(row: Row) -> tuple[float | None, float | None, int | None, str, str]:
 
 
 def undisturbed(folder: Path, layout: str) -> dict[int, float]:
+    """On two hosts, as in every drill: on one, gradients would be summed in another order."""
     site = Site(folder, PER_HOST).prepare()
-    with Lab(1) as lab:
-        alone = site.command(lab.hosts[0], "train", "job.toml", "-n", 2 * PER_HOST, layout)
-        assert alone.wait() == 0, alone.said
+    with Lab(2) as lab:
+        first, second = lab.hosts
+        lead = site.lead(first, layout)
+        other = site.join(second, first)
+        assert (lead.wait(), other.wait()) == (0, 0), f"{lead.said}\n{other.said}"
     return site.losses
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from closeranks import Session
+from closeranks.core.events import StepPhases
 from closeranks.facts.communication.comm_volume import CollectiveVolume
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
@@ -18,6 +21,7 @@ from closeranks.run.job.describe import describe_job
 from closeranks.run.job.job import Job, load_job
 from closeranks.testing import run_world
 from tests.run.counted import num_params
+from tests.run.small import of_kind
 from tests.run.traffic import Kind, Traffic
 
 pytestmark = pytest.mark.world
@@ -29,6 +33,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "sync": {"bucket_mib": 0.1, "first_bucket_mib": 0.02},
     "checkpoint": {"save": False},
 }
+PARTIAL = ("gradients of norms", "gradients of tied weights")
 AXES = {"data": ("replica", "shard"), "world": ("pipeline", "replica", "shard", "tensor")}
 
 
@@ -40,8 +45,9 @@ def job_of(text: str, changes: dict[str, dict[str, Any]]) -> Job:
     return load_job(None, extra=tables).value
 
 
-def second_step(folder: Path, job: Job) -> tuple[dict[Kind, int], dict[Kind, int]]:
-    """Calls and bytes of one step, the second: in the first, stages tell each other what they will send."""
+def second_step(folder: Path, job: Job) -> tuple[dict[Kind, int], dict[Kind, int], StepPhases]:
+    """Calls and bytes of one step, the second (in the first, stages tell each other what they will send), and what the
+    run recorded of it."""
     torch.set_num_threads(1)
     with Session.from_job(job, folder) as session:
         steps = iter(session)
@@ -53,7 +59,8 @@ def second_step(folder: Path, job: Job) -> tuple[dict[Kind, int], dict[Kind, int
         last.run()
         assert list(steps) == []
     calls = {kind: count for kind, count in traffic.calls.items() if len(kind.ranks) > 1}
-    return calls, {kind: traffic.payload[kind] for kind in calls}
+    recorded = next(one for one in of_kind(folder, StepPhases, session.world.rank) if one.step == 2)
+    return calls, {kind: traffic.payload[kind] for kind in calls}, recorded
 
 
 def expected(cost: RankCost, layout: Layout, rank: int) -> tuple[dict[Kind, int], dict[Kind, int]]:
@@ -64,6 +71,19 @@ def expected(cost: RankCost, layout: Layout, rank: int) -> tuple[dict[Kind, int]
         calls[kind] = calls.get(kind, 0) + row.calls
         payload[kind] = payload.get(kind, 0) + row.payload_bytes
     return calls, payload
+
+
+def counted(volumes: Sequence[CollectiveVolume]) -> tuple[dict[str, int], dict[str, int]]:
+    """What the counters of a step should show: by the names of phases, without the vote."""
+    num_bytes: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for row in volumes:
+        if row.axis != "world":
+            axis = "partial" if row.what in PARTIAL else {"shard": "data", "replica": "data"}.get(row.axis, row.axis)
+            name = f"{axis}.{row.operation.replace('-', '_')}"
+            num_bytes[name] += row.sent_bytes
+            calls[name] += row.calls
+    return dict(num_bytes), dict(calls)
 
 
 def ranks_of(row: CollectiveVolume, layout: Layout, rank: int) -> tuple[int, ...]:
@@ -103,7 +123,9 @@ def test_calls_and_bytes_on_the_wire_are_what_facts_says(tmp_path: Path, case: s
     job, layout = job_of(text, changes), Layout.parse(text)
     measured = run_world(second_step, layout.num_ranks, tmp_path, job, timeout_s=300)
     cost = layout_cost(describe_job(job), layout)
-    for rank, (calls, payload) in enumerate(measured):
+    for rank, (calls, payload, recorded) in enumerate(measured):
+        volumes = cost.ranks[Mesh(layout).coordinate(rank).pipeline].volumes
+        assert (recorded.sent_bytes, recorded.calls) == counted(volumes), f"rank {rank}"
         told = {kind: count for kind, count in calls.items() if kind.operation != "receive"}
         want = expected(cost.ranks[Mesh(layout).coordinate(rank).pipeline], layout, rank)
         assert told == want[0], f"rank {rank}"
@@ -116,7 +138,7 @@ def test_replicas_send_the_ring_formula_once_per_step_however_they_accumulate(tm
     found = []
     for micro in (2, 8):
         job = job_of("data=2", {"train": {"micro_batch": micro}})
-        calls, payload = run_world(second_step, 2, tmp_path / str(micro), job)[0]
+        calls, payload, _ = run_world(second_step, 2, tmp_path / str(micro), job)[0]
         found.append((calls, payload))
         rows = layout_cost(describe_job(job), layout).ranks[0].volumes
         gradients = next(row for row in rows if row.what == "gradients")

@@ -17,10 +17,21 @@ from torch import Tensor, nn
 
 from closeranks import Hook, Session, Step, UserError
 from closeranks.core.errors import CheckpointError, ConfigError, DataError, ModelError
-from closeranks.core.events import Evaluated, Resumed, RunEnded, RunStarted, Saved, StepDone, Warned
+from closeranks.core.events import (
+    Evaluated,
+    MemoryUsed,
+    Resources,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepDone,
+    StepPhases,
+    Warned,
+)
 from closeranks.core.protocols import Batch
 from closeranks.run.components.batches import check_dataset_lengths
-from closeranks.telemetry.profiler import StepProfiler
+from closeranks.run.components.step_traces import StepTraces
 from tests.run.saved import tensors, tree
 from tests.run.small import counted, dataset, events, loss, net, of_kind, open_session, train
 
@@ -51,8 +62,9 @@ def loader_threads() -> list[str]:
 
 def test_a_run_leaves_its_story_in_order(tmp_path: Path) -> None:
     learn(open_session(tmp_path, eval_data=dataset(seed=1), train={"steps": 2}))
-    kinds = [type(event) for event in events(tmp_path)]
-    assert kinds == [RunStarted, StepDone, StepDone, Saved, Evaluated, RunEnded]
+    kinds = [type(event) for event in events(tmp_path) if not isinstance(event, Resources)]  # they come when it is time
+    told = [RunStarted, StepDone, StepDone, StepPhases, MemoryUsed, Saved, Evaluated, StepPhases, MemoryUsed, RunEnded]
+    assert kinds == told
     assert ended(tmp_path) == (2, "finished", "")
 
 
@@ -345,10 +357,10 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
 
 
 def test_everything_is_given_back_whatever_fails_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(profiler: StepProfiler) -> None:
+    def broken(traces: StepTraces, num_done: int, emit: object) -> None:
         raise OSError("the trace could not be written")
 
-    monkeypatch.setattr(StepProfiler, "close", broken)
+    monkeypatch.setattr(StepTraces, "ended", broken)
     with pytest.raises(OSError, match="the trace"):
         learn(open_session(tmp_path))
     assert not dist.is_initialized()

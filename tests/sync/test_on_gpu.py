@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from closeranks.core.protocols import Reducer
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer, freeze, whole_parameters
-from closeranks.parallel.fully_shard import _NarrowGather, shard_fully
+from closeranks.parallel.fully_shard import _CountedGather, shard_fully
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup
 from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
@@ -93,7 +93,7 @@ def test_as_plain_autograd_and_without_a_host_sync(zero: int, hold: str, name: s
 def test_what_travels_is_rounded_and_what_arrives_is_wide(is_async: bool, mesh: Any) -> None:
     sent = torch.randn(1000, device="cuda")
     arrived = torch.empty_like(sent)
-    work = _NarrowGather(torch.bfloat16)(arrived, sent, mesh.get_group(), async_op=is_async)
+    work = _CountedGather(torch.bfloat16)(arrived, sent, mesh.get_group(), async_op=is_async)
     if work is not None:
         work.wait()
     assert torch.equal(arrived, sent.bfloat16().float())

@@ -22,8 +22,9 @@ def test_the_steps_of_the_window_are_traced(tmp_path: Path) -> None:
     profiler = StepProfiler(StepRange(2, 3), tmp_path, rank=0)
     path = tmp_path / "traces" / "rank-00000.json.gz"
     for number in range(1, 6):
-        with profiler.step(number):
-            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        profiler.step_begin(number)
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        profiler.step_end(number)
         assert path.exists() == (number >= 3)
     profiler.close()
     names = names_in(path)
@@ -59,8 +60,9 @@ def test_a_trace_that_finds_no_room_is_told_and_ends_nothing(tmp_path: Path) -> 
     with tmpfs(tmp_path / "disk", "64k") as place:
         profiler = StepProfiler(StepRange(1, 1), place, 0, told.append)
         filler = fill(place)
-        with profiler.step(1):
-            torch.ones(4).sum()
+        profiler.step_begin(1)
+        torch.ones(4).sum()
+        profiler.step_end(1)
         profiler.close()
         (warned,) = told
         assert isinstance(warned, Warned)

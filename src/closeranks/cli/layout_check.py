@@ -22,6 +22,7 @@ from closeranks.facts.layout import Layout
 from closeranks.run.job.job import Job, check_axes, check_workers, layout_for, load_job
 from closeranks.run.job.launch import add_job_folder_to_path, make_launch_plan, user_modules
 from closeranks.run.job.paths import resolve_paths
+from closeranks.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
     from closeranks.run.layout_check import LayoutComparison, LayoutDifference
@@ -61,14 +62,14 @@ def check_layout(path: Path, words: Sequence[str], precisions: Sequence[str], st
 
 
 def short_job(job: Job, precision: str, steps: int) -> Job:
-    """The job cut to a few steps, without evaluations, checkpoints, reports and hooks."""
+    """The job cut to a few steps, without evaluations, checkpoints, reports, sinks and hooks."""
     tables = {
         "train": {"steps": steps, "epochs": None, "precision": precision, "eval_every": 0, "eval_samples": 1},
         "checkpoint": {"save": False, "resume": ""},
-        "telemetry": {"report": False, "tensorboard": False, "profile": ""},
         "run": {"hooks": (), "deterministic": True},
     }
-    return job.model_copy(update={name: getattr(job, name).model_copy(update=keys) for name, keys in tables.items()})
+    changed = {name: getattr(job, name).model_copy(update=keys) for name, keys in tables.items()}
+    return job.model_copy(update={**changed, "telemetry": TelemetryConfig(report=False)})
 
 
 def single_process_job(job: Job) -> Job:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import typer
 
 from closeranks import __version__
-from closeranks.cli import agent, compare, config, drill, layout, report, run, sample, status, train
+from closeranks.cli import agent, compare, config, doctor, drill, layout, profile, report, run, sample, status, train
 from closeranks.cli.ckpt import commands as ckpt
 from closeranks.cli.data import commands as data
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
@@ -31,6 +31,8 @@ A first tour:
   closeranks config job.toml --explain         every value, its origin, its meaning
   closeranks layout ls job.toml -n 8           every layout on eight workers, and what each costs
   closeranks status runs/tiny                  workers, hosts, step, last events
+  closeranks doctor runs/tiny                  what holds it back, what to change, what that gains
+  closeranks profile runs/tiny                 trace its next steps, all ranks in one file for Perfetto
   closeranks drill job.toml -n 4               inject faults: is the result the same?
   closeranks compare compare.toml              one job, several settings: what is gained, what is lost
   closeranks ckpt ls runs/tiny                 its checkpoints (also: ckpt verify, diff, convert)
@@ -48,7 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, agent, run, status, drill, compare, sample, config, layout, data, ckpt, report):
+for verb in (train, agent, run, status, doctor, profile, drill, compare, sample, config, layout, data, ckpt, report):
     verb.register(app)
 
 
@@ -76,7 +78,7 @@ def _is_interrupted(error: BaseException) -> bool:
     return cause is not None
 
 
-_WORKING = ("train", "run", "agent", "drill", "compare", "report")
+_WORKING = ("train", "run", "agent", "drill", "compare", "report", "profile")
 _WORKING_PAIRS = (
     *(("ckpt", verb) for verb in ("convert", "export-hf", "import-hf", "prune")),
     ("data", "build"),

@@ -9,7 +9,9 @@ import typer
 
 from closeranks.cli.terminal import safe_echo
 
-HELP = """Redraw curve.png and rewrite report.md of a run folder, also while the run is active.
+HELP = """Redraw the plots of a run folder and rewrite its report, also while the run is active.
+
+Writes report.md, curve.png (loss and speed), phases.png (where the time went) and report.html, which holds all of them.
 
 \b
   closeranks report runs/tiny
@@ -17,11 +19,14 @@ HELP = """Redraw curve.png and rewrite report.md of a run folder, also while the
 
 
 def register(app: typer.Typer) -> None:
-    app.command("report", help=HELP, short_help="Redraw a run's curves and rewrite its report.")(report)
+    app.command("report", help=HELP, short_help="Redraw a run's plots and rewrite its report.")(report)
 
 
 def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]) -> None:
     from closeranks.core.errors import UserError
+    from closeranks.run.diagnosis import findings_section
+    from closeranks.telemetry.reports.html_page import write_html
+    from closeranks.telemetry.reports.phase_plot import draw_phases
     from closeranks.telemetry.reports.report import write_report
     from closeranks.telemetry.reports.run_plot import draw_run
 
@@ -29,7 +34,9 @@ def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
     try:
         draw_run(run)
-        safe_echo(write_report(run))
+        draw_phases(run)
+        safe_echo(write_report(run, findings=findings_section))
+        safe_echo(write_html(run))
     except OSError as error:
         what = f"the report of {run} cannot be written: {error.strerror or error}"
         raise UserError(what, "Make room there, or make the folder writable.") from error

@@ -46,18 +46,26 @@ def status(
         _watch(folder, as_json)
     else:
         found, freshness = _read(folder)
-        safe_echo(_text(found, freshness, as_json))
+        safe_echo(_text(folder, found, freshness, as_json))
 
 
 def _folder(run: Path | None) -> Path:
     from closeranks.core.errors import UserError
-    from closeranks.telemetry.run_log.run_folder import RunFolder, newest_run
+    from closeranks.telemetry.run_log.run_folder import newest_run
 
     if run is None:
         newest = newest_run(Path("runs"))
         if newest is None:
             raise UserError("there is no run under runs/", "Name the run's folder: closeranks status RUN.")
         return newest
+    return existing_run(run)
+
+
+def existing_run(run: Path) -> Path:
+    """``run`` itself, if it is a run folder."""
+    from closeranks.core.errors import UserError
+    from closeranks.telemetry.run_log.run_folder import RunFolder
+
     if not run.is_dir():
         raise UserError(f"there is no folder {run}", "Name the folder that `closeranks train` printed.")
     if not RunFolder(run).is_run:
@@ -74,6 +82,7 @@ def _read(folder: Path) -> tuple[RunStatus, StatusFreshness]:
 
 def _unwatched(folder: Path) -> RunStatus:
     """The status of a run that has no agent, as far as its metrics tell."""
+    from closeranks.telemetry.goodput.run_account import load_account
     from closeranks.telemetry.live.status import UNWATCHED, RunStatus
     from closeranks.telemetry.run_log.run_folder import RunFolder
     from closeranks.telemetry.run_log.run_history import load_history
@@ -89,17 +98,25 @@ def _unwatched(folder: Path) -> RunStatus:
         num_steps=started.last_step if started else 0,
         generation=started.generation if started else 0,
         world_size=started.world_size if started else 0,
+        device=started.device if started else "",
+        item=started.item if started else "token",
+        account=load_account(folder),
     )
 
 
-def _text(found: RunStatus, freshness: StatusFreshness, as_json: bool) -> str:
+def _text(folder: Path, found: RunStatus, freshness: StatusFreshness, as_json: bool) -> str:
+    from closeranks.telemetry.goodput.run_cost import find_price
     from closeranks.telemetry.live.status import encode_status
     from closeranks.telemetry.live.status_text import status_text
 
     now = time.time()
+    price, note = find_price(folder, found.device)
     if as_json:
-        return encode_status(found, heard=freshness.value, age_s=round(max(0.0, now - found.at), 3))
-    return status_text(found, freshness, now)
+        cost = None if price is None else {"amount": price.cost(found.account.device_hours), "currency": price.currency}
+        more = {"goodput": found.account.goodput, "device_hours": found.account.device_hours, "cost": cost}
+        return encode_status(found, heard=freshness.value, age_s=round(max(0.0, now - found.at), 3), **more)
+    text = status_text(found, freshness, now, price)
+    return f"{text}\n{note}" if note else text
 
 
 def _watch(folder: Path, as_json: bool) -> None:
@@ -134,7 +151,7 @@ def _redraw(folder: Path, console: Console) -> None:
 
     with Live(console=console, auto_refresh=False) as live:
         for found, freshness in _read_repeatedly(folder):
-            live.update(Text(_text(found, freshness, False)), refresh=True)
+            live.update(Text(_text(folder, found, freshness, False)), refresh=True)
 
 
 def _print_changes(folder: Path, as_json: bool) -> None:
@@ -143,7 +160,11 @@ def _print_changes(folder: Path, as_json: bool) -> None:
 
     last = ""
     for found, freshness in _read_repeatedly(folder):
-        text = _text(found, freshness, True).replace("\n", "") if as_json else one_line(found, freshness, time.time())
+        text = (
+            _text(folder, found, freshness, True).replace("\n", "")
+            if as_json
+            else one_line(found, freshness, time.time())
+        )
         if text != last:
             safe_echo(text)
         last = text

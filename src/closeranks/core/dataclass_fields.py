@@ -30,8 +30,10 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: type(value) is bool,
     "int | None": lambda value: value is None or _is_int(value),
     "float | None": lambda value: value is None or _is_float(value),
+    "list[int]": lambda value: type(value) is list and all(map(_is_int, value)),
     "list[str]": lambda value: type(value) is list and all(map(_is_str, value)),
     "dict[str, str]": lambda value: type(value) is dict and all(map(_is_str, value.values())),
+    "dict[str, int]": lambda value: type(value) is dict and all(map(_is_int, value.values())),
     "dict[str, float]": lambda value: type(value) is dict and all(map(_is_float, value.values())),
 }
 

@@ -43,6 +43,8 @@ class RunStarted(Event):
     """Dense peak of one device at this precision, from the vendor; None where no datasheet is known."""
     measured_flops: float | None = None
     """What a large matrix product reached on this device at the start of the run."""
+    device_memory_bytes: int = 0
+    """Memory of the device, or on CPUs this worker's share of the host's; 0: recorded by a version without it."""
     bucket_mib: float = 0.0
     """The size of gradient buckets; 0 if gradients are not bucketed (one data rank, zero=3)."""
     link_latency_s: float | None = None
@@ -62,6 +64,10 @@ class RunStarted(Event):
     """Samples per step, over all ranks,"""
     micro_batch: int = 0
     """and per forward and backward. 0: recorded by a version that did not write it."""
+    hardware_flops_per_item: float = 0.0
+    """``flops_per_item`` and what recompute repeats of it; 0: not known."""
+    process_s: float = 0.0
+    """Age of this rank's process: imports, forming the group, building the model and restoring its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,57 @@ class StepDone(Event):
     """Bad samples of this step, over all ranks, which have no weight."""
     memory_bytes: int = 0
     """Peak on the accelerator since the run began, or the resident set on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhases(Event):
+    """Where the time of a step went on this rank, from its beginning to that of the next (``core.phases``)."""
+
+    name: ClassVar[str] = "phases"
+    step: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase, which add up to ``seconds``. ``AXIS.COLLECTIVE`` is time spent waiting for a collective."""
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank sent, by ``AXIS.COLLECTIVE``, hidden behind computation or not (``core.traffic``),"""
+    calls: dict[str, int] = field(default_factory=dict)
+    """and the number of collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources(Event):
+    """What a rank's process, its control group, its host and its accelerator did in an interval. Keys that a machine
+    does not know are absent (docs/resources.md lists all)."""
+
+    name: ClassVar[str] = "resources"
+    seconds: float = 0.0
+    """Length of the interval; totals such as bytes are what was added in it."""
+    host_number: int = 0
+    """Ranks with the same number are on one host."""
+    process: dict[str, float] = field(default_factory=dict)
+    """This rank's process and its child processes."""
+    cgroup: dict[str, float] = field(default_factory=dict)
+    """The control group that the process is in."""
+    host_wide: dict[str, float] = field(default_factory=dict)
+    """The whole host; recorded by its first rank only."""
+    gpu: dict[str, float] = field(default_factory=dict)
+    gpu_throttled_by: list[str] = field(default_factory=list)
+    """Why the clocks of the accelerator were lowered at the end of the interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsed(Event):
+    """What the memory of a rank's device was used for: once after the second step, once at the end."""
+
+    name: ClassVar[str] = "memory"
+    step: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` (other state), ``activations`` and
+    ``workspace`` (on an accelerator), and ``snapshots``, which are in the host's memory."""
+    peak_bytes: int = 0
+    """Peak on the accelerator since the run began, or the resident set on a CPU."""
+    total_bytes: int = 0
+    """Memory of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +269,29 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Standstill(Event):
+    """No rank makes progress, or ranks have failed because their collectives do not match: who waits for whom, and
+    probably why. It says nothing about what follows: a run that is declared hung also has a ``RankLost``."""
+
+    name: ClassVar[str] = "standstill"
+    generation: int = 0
+    step: int | None = None
+    """The step of the ranks that hold up the others; None before the first."""
+    seconds: float = 0.0
+    """For how long nothing has moved; 0 if ranks have failed instead."""
+    rank: int = -1
+    """The rank that holds up the others; -1: none in particular."""
+    host: str = ""
+    kind: str = ""
+    """``branch`` (one rank issued another collective), ``shape``, ``dtype``, ``order``, ``loader``, ``stopped``,
+    ``disk``, ``link``, ``user_code``, ``busy``, ``asleep`` or ``unknown``."""
+    cause: str = ""
+    """One sentence."""
+    lines: list[str] = field(default_factory=list)
+    """What each rank waits in or does, one line for the ranks that do the same."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankLost(Event):
     """The agent declares that a generation is over, and which rank ended it."""
 
@@ -290,6 +370,23 @@ class HostChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Launched(Event):
+    """A command has started this run, or resumed it: recorded by its agent once rank 0 has begun."""
+
+    name: ClassVar[str] = "launched"
+    seconds: float = 0.0
+    """Since the command was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnded(Event):
+    """All workers of a command have ended."""
+
+    name: ClassVar[str] = "launch_ended"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded(Event):
     name: ClassVar[str] = "run_ended"
     step: int = 0
@@ -304,8 +401,10 @@ class RunEnded(Event):
 _EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        *(RunStarted, StepDone, Evaluated, Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
-        *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen),
+        *(RunStarted, StepDone, StepPhases, Resources, MemoryUsed, Evaluated),
+        *(Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
+        *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen, Standstill),
+        *(Launched, LaunchEnded),
     )
 }
 

@@ -163,6 +163,13 @@ class ModelSpec(Protocol):
 
 
 @runtime_checkable
+class RecomputeFlops(Protocol):
+    """A model's spec that knows what activation recompute repeats; the HFU of other models is not known then."""
+
+    def recompute_flops_per_item(self, recompute: str, keep: Collection[str]) -> float: ...
+
+
+@runtime_checkable
 class DataSource(Protocol):
     """Samples by index, read a batch at a time; order and sharding are decided elsewhere.
 

@@ -55,6 +55,8 @@ STOP = define("stop")
 """Like ``DRAIN``, but requested by the training code itself."""
 REGROUP = define("regroup")
 """End this generation after the step, with the state in memory: the next generation continues from there."""
+PROFILE = define("profile", is_sticky=False)
+"""Trace some of the next steps, and continue. Which ones and on which ranks, rank 0 knows and tells the others."""
 
 
 class PendingRequests:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices, from the vendors' datasheets.
+"""What the name of a device tells: its peak FLOP/s, from the vendors' datasheets.
 
 Dense peaks (no structured sparsity) in TFLOP/s, matrix units where the precision has them, 32-bit accumulation.
 Invariant: a device or precision that is not in the table gives None, never a guess.
@@ -58,3 +58,9 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
             tera = getattr(peaks, precision, None)
             return None if tera is None else tera * _TERA
     return None
+
+
+def is_cpu(device_name: str) -> bool:
+    """Whether a device's name is that of a CPU; accelerators are named by vendor and product (NVIDIA H200)."""
+    words = device_name.lower()
+    return any(word in words for word in ("cpu", "processor", "xeon", "epyc", "ryzen", "core"))

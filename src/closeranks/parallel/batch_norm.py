@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from closeranks.core.phases import phase
 from closeranks.core.protocols import ReduceGroup
+from closeranks.core.traffic import count_collective
 
 SMALL_MICRO_BATCH = 16  # below it, a mean over the micro-batch is a noisy estimate
 
@@ -161,14 +163,23 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = tensor.clone()
-        dist.all_reduce(total, group=group)
+        _all_reduce(total, group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
+        _all_reduce(total, ctx.group)
         return total, None
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    if torch.compiler.is_compiling():
+        dist.all_reduce(tensor, group=group)
+        return
+    count_collective("data", "all-reduce", dist.get_world_size(group), tensor)
+    with phase("data.all_reduce"):
+        dist.all_reduce(tensor, group=group)
 
 
 def convert_sync_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from closeranks.core.traffic import count_collective
 from closeranks.parallel.precision import Precision
 
 LARGEST_SHARE = 1 / 4
@@ -147,8 +148,8 @@ def shard_fully(
     parts = [_sharded(module, name) for name in ("", *units)]
     for name, part in zip(("", *units), parts, strict=True):
         _add_up(part)
-        if precision.name == "bf16" and name in blocks:
-            part.set_custom_all_gather(_NarrowGather(precision.compute))  # type: ignore[arg-type]  # its class is private
+        narrow = precision.compute if precision.name == "bf16" and name in blocks else None
+        part.set_custom_all_gather(_CountedGather(narrow))  # type: ignore[arg-type]  # its class is private
     _look_ahead(parts, prefetch if overlap else 0)
     # On the CPU only an asynchronous all-gather overlaps with other work; on CUDA it is the one that does not.
     parts[0]._set_unshard_async_op(overlap == (mesh.device_type == "cpu"))
@@ -196,11 +197,11 @@ def _look_ahead(parts: Sequence[FSDPModule], prefetch: int) -> None:
         unit.set_modules_to_backward_prefetch(before[:prefetch] or [unit])
 
 
-class _NarrowGather:
-    """An all-gather that casts to half precision before it sends, and back on arrival (FSDP2's ``AllGather``)."""
+class _CountedGather:
+    """FSDP2's ``AllGather``, counted; with a ``narrow`` dtype it casts before it sends, and back on arrival."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, narrow: torch.dtype | None) -> None:
+        self._narrow = narrow
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -208,9 +209,14 @@ class _NarrowGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        narrow = torch.empty_like(output_tensor, dtype=self._dtype)
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(narrow, input_tensor.to(self._dtype), group=group, async_op=async_op)
+        if self._narrow is None:
+            count_collective("data", "all-gather", group.size(), output_tensor)
+            whole: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return whole
+        narrow = torch.empty_like(output_tensor, dtype=self._narrow)
+        count_collective("data", "all-gather", group.size(), narrow)
+        work = gather(narrow, input_tensor.to(self._narrow), group=group, async_op=async_op)
         pending = _PendingGather(work, narrow, output_tensor)
         if async_op:
             return pending

@@ -110,12 +110,14 @@ class TensorBoard(Hook):
     def on_start(self, session: Session) -> None:
         if not session.world.is_lead:
             return
-        from closeranks.telemetry.tensorboard import TensorBoardSink  # an optional dependency: imported only when used
+        from closeranks.telemetry.sinks.sink_thread import SinkThread
+        from closeranks.telemetry.sinks.tensorboard import TensorBoardSink
 
-        self._sink = TensorBoardSink(self._folder or session.folder, session.recorder.emit)
-        self._sink.handle(session.started_event())  # it was emitted before the sink existed
-        session.recorder.add_sink(self._sink.handle)
+        emit = session.recorder.emit
+        self._thread = SinkThread(TensorBoardSink(self._folder or session.folder, emit), emit)
+        self._thread.handle(session.started_event())  # it was emitted before the sink existed
+        session.recorder.add_sink(self._thread.handle)
 
     def on_end(self, session: Session) -> None:
         if session.world.is_lead:
-            self._sink.close()
+            self._thread.close()

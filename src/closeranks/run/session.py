@@ -22,6 +22,7 @@ from closeranks.core.system.environment import detect_world
 from closeranks.run.builder.build import build
 from closeranks.run.builder.run_definition import RunDefinition, from_job, from_python, make_hooks
 from closeranks.run.builder.shared_setup import SharedSetup
+from closeranks.run.components.step_traces import StepTraces
 from closeranks.run.hooks import Hook, Hooks
 from closeranks.run.job.job import Job
 from closeranks.run.job.run_folder import record_job
@@ -35,9 +36,9 @@ from closeranks.run.step.pipeline_callbacks import compute_loss
 from closeranks.run.step.step import Step, check_between_steps
 from closeranks.run.step.step_results import StepResult, StepResults
 from closeranks.run.worker.agent_client import take_snapshot_paths
+from closeranks.run.worker.metric_sinks import connect_sinks
 from closeranks.run.worker.process_setup import prepare_process, started_event
 from closeranks.run.worker.progress_output import connect_agent_client
-from closeranks.telemetry.profiler import StepProfiler
 from closeranks.telemetry.run_log.recorder import EventRecorder
 
 
@@ -81,17 +82,16 @@ class Session:
             self.job, self.folder = self.context.job, setup.folder(self.context.groups.world)
             self.recorder = EventRecorder(self.folder, self.world.rank, must_open=self.world.is_first_generation)
             self._emit = self.recorder.emit
-            stack.callback(self.recorder.close)
+            connect_sinks(self.recorder, self.folder, self.context, stack)
             self._set_up(hooks)
             self._stack = stack.pop_all()
-        closers = (self._profiler.close, self.engine.batches.close, self._gc.enable, self._emit_end)
+        closers = (self.engine.batches.close, self._gc.enable, self._emit_end)
         for close in (*closers, self._capture.close, self._end_hooks):
             self._stack.callback(close)
 
     def _set_up(self, hooks: Sequence[Hook]) -> None:
         self._client = connect_agent_client(self.recorder, self.folder, self.job.telemetry, self.world)
         self._hooks = Hooks([*hooks, *make_hooks(self.job)])
-        self._profiler = StepProfiler.of(self.job.telemetry.profile, self.folder, self.world.rank, self._emit)
         self._gc = GarbageCollection(self.job.train.gc_every)
         self._end = SessionEnd()
         self._is_begun = self._is_entered = False
@@ -103,6 +103,7 @@ class Session:
         """Steps finished so far, those before a resume included."""
         self._capture = StateCapture(self.context, self.state, restored, self._emit, self._client)
         self.engine.components.add(self._capture.checkpoints, self._capture.snapshots, self._capture)
+        self.engine.components.add(StepTraces(self.context, self.folder, self._emit))
         self._results = StepResults(self.engine)
 
     @property
@@ -136,8 +137,7 @@ class Session:
         return self._eval
 
     def save(self, place: Path | str | None = None) -> str:
-        """Write a checkpoint to ``place``, or among the run's own, and wait until it is committed; every rank must call
-        it."""
+        """Write a checkpoint to ``place``, or among the run's own, and wait for its commit; every rank must call it."""
         self._pause(WorkerPhase.SAVE)
         path = self._capture.checkpoints.save_now(self.num_done, place, is_hurried=self._end.reason == "drained")
         self._results.restart_clock()
@@ -154,10 +154,9 @@ class Session:
         try:
             self._begin()
             while self.num_done < self.context.schedule.num_steps and not self._end:
-                with self._profiler.step(self.num_done + 1):
-                    step = self._step = Step(self.engine, self.num_done)
-                    yield step
-                    self._commit(step)
+                step = self._step = Step(self.engine, self.num_done)
+                yield step
+                self._commit(step)
             self._conclude()
         except GeneratorExit:  # the user's loop left early or raised: only a surrounding `with` knows which
             self._end.mark_loop_exit()
@@ -234,6 +233,8 @@ class Session:
             self._hooks.on_end(self)
 
     def _emit_end(self) -> None:
+        for ended in self.engine.components.phases["ended"]:
+            ended(self.num_done, self._emit)
         if not self._end.is_regrouped:
             self._emit(self._end.ended_event(self.num_done))
 

@@ -1,27 +1,30 @@
 """A hook that sends figures to an experiment tracker, from rank 0.
 
-Invariant: a tracker that fails does not end the run: one warning names it, and it is not called again.
+Invariant: a tracker that blocks does not hold up training, and one that fails does not end the run: one warning names
+it, and it is not called again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from closeranks.core.events import Evaluated, StepDone, Warned
-from closeranks.core.tracebacks import describe_error
+from closeranks.core.events import Evaluated, Event, StepDone
 from closeranks.run.hooks import Hook
+from closeranks.telemetry.sinks.sink_thread import SinkThread
 
 if TYPE_CHECKING:
     from closeranks.run.session import Session
 
 
 class Tracker(Hook):
-    """Override ``start``, ``log`` and ``end``; every ``every``-th step and all evaluations are logged, from rank 0."""
+    """Override ``start``, ``log`` and ``end``; every ``every``-th step and all evaluations are logged, from rank 0.
+
+    All three are called on one thread of the tracker's own, in this order, while training continues.
+    """
 
     def __init__(self, every: int = 1) -> None:
         self._every = every
-        self._has_failed = False
 
     def start(self, session: Session) -> None: ...
 
@@ -30,27 +33,43 @@ class Tracker(Hook):
     def end(self, session: Session) -> None: ...
 
     def on_start(self, session: Session) -> None:
-        self._try(session, lambda: self.start(session))
+        self._thread = None
+        if session.world.is_lead:
+            self._thread = SinkThread(_TrackerSink(self, session), session.recorder.emit, is_retried=False)
 
     def on_step(self, session: Session, step: StepDone) -> None:
-        if step.step % self._every == 0:
-            rate = step.items / step.seconds if step.seconds else 0.0
-            figures = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm, "items_per_s": rate}
-            self._try(session, lambda: self.log({**figures, **step.metrics}, step.step))
+        if self._thread is not None and step.step % self._every == 0:
+            self._thread.handle(step)
 
     def on_eval(self, session: Session, result: Evaluated) -> None:
-        figures = {"loss": result.loss, **result.metrics}
-        self._try(session, lambda: self.log({f"eval/{name}": value for name, value in figures.items()}, result.step))
+        if self._thread is not None:
+            self._thread.handle(result)
 
     def on_end(self, session: Session) -> None:
-        self._try(session, lambda: self.end(session))
+        if self._thread is not None:
+            self._thread.close()
 
-    def _try(self, session: Session, act: Callable[[], None]) -> None:
-        if self._has_failed or not session.world.is_lead:
-            return
-        try:
-            act()
-        except Exception as error:
-            self._has_failed = True
-            what = f"the tracker {type(self).__qualname__} is disabled for the rest of the run: {describe_error(error)}"
-            session.recorder.emit(Warned(what, session.num_done or None))
+
+class _TrackerSink:
+    fix = ""
+
+    def __init__(self, tracker: Tracker, session: Session) -> None:
+        self._tracker, self._session = tracker, session
+        self.name = f"the tracker {type(tracker).__qualname__}"
+
+    def open(self) -> None:
+        self._tracker.start(self._session)
+
+    def handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case StepDone():
+                    rate = event.items / event.seconds if event.seconds else 0.0
+                    figures = {"loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm, "items_per_s": rate}
+                    self._tracker.log({**figures, **event.metrics}, event.step)
+                case Evaluated():
+                    figures = {"loss": event.loss, **event.metrics}
+                    self._tracker.log({f"eval/{name}": value for name, value in figures.items()}, event.step)
+
+    def close(self) -> None:
+        self._tracker.end(self._session)

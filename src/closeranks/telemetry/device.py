@@ -40,6 +40,13 @@ def device_name(device: torch.device) -> str:
     return cpu_model(text) or f"{platform.processor() or platform.machine()} CPU"
 
 
+def device_memory_bytes(device: torch.device, num_workers: int) -> int:
+    """Memory of the device; without one, an equal share of the host's memory for each of its workers."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total) // max(1, num_workers)
+
+
 def cpu_model(cpuinfo: str) -> str:
     """The model name in ``/proc/cpuinfo`` without trademark signs; empty if there is none (as on ARM)."""
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
@@ -139,6 +146,11 @@ def resident_bytes() -> int:
         os.close(file)
 
 
+def device_uuid(device: torch.device) -> str:
+    """The name of a GPU that NVML knows it by; empty for a CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on an accelerator or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -173,7 +185,7 @@ def memory_use(
     return MemoryUse(
         device=device_name(device),
         in_use_bytes=peak_memory_bytes(device),
-        total_bytes=_total_bytes(device),
+        total_bytes=total_bytes(device),
         requested_bytes=requested_bytes(str(error)),
         parameters_bytes=sum(_num_bytes(parameter) for parameter in here.values()),
         gradients_bytes=sum(_num_bytes(gradient) for gradient in gradients),
@@ -190,7 +202,7 @@ def _num_bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _total_bytes(device: torch.device) -> int:
+def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)

@@ -6,8 +6,8 @@ failure to write one is a warning and does not end the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -25,8 +25,7 @@ class StepProfiler:
     """Writes ``RUN/traces/rank-00000.json.gz``, which chrome://tracing and Perfetto open.
 
     Call sequence, on every rank: ``step_begin(n)`` and ``step_end(n)`` around each step, numbered as ``StepDone``
-    reports them (the first is 1), or ``with step(n)``; ``close`` once, which writes what there is if the run ended
-    inside the range.
+    reports them (the first is 1); ``close`` once, which writes what there is if the run ended inside the range.
     """
 
     def __init__(
@@ -42,6 +41,11 @@ class StepProfiler:
     def of(cls, steps: str, folder: Path, rank: int, emit: Callable[[Event], None]) -> Self:
         """A profiler for the steps that a job names, if any."""
         return cls(parse_step_range(steps) or NO_STEPS, folder, rank, emit)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last."""
+        return self._step_range.first, self._step_range.last
 
     def step_begin(self, step: int) -> None:
         if step not in self._step_range:
@@ -62,14 +66,6 @@ class StepProfiler:
         self._mark = None
         if step == self._step_range.last:
             self.close()
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        self.step_begin(step)
-        try:
-            yield
-        finally:
-            self.step_end(step)
 
     def close(self) -> None:
         """Write the trace, if one is being recorded. May be called again."""

@@ -20,6 +20,7 @@ from closeranks.agent.detection.hang import (
     HangDetector,
     ProcessSample,
     find_hang,
+    find_stall,
     longest_by_phase,
     merge_hangs,
     narrow_by_kernel,
@@ -424,3 +425,33 @@ def test_a_rank_that_is_stopped_from_outside_is_named_in_time(
 def test_ranks_that_are_well_are_left_alone(forker: WorldForker, tmp_path: Path) -> None:
     """Steps of a few milliseconds with an evaluation of 0.3 s now and then."""
     assert _watch(forker, Order(["", "", ""], str(tmp_path), "well"), patience_s=4.0).hang is None
+
+
+# --- standstills that are told before any deadline has passed
+
+
+def test_a_standstill_is_told_when_a_rank_waits_longer_than_ever() -> None:
+    progress_of = {0: _progress(7, WorkerPhase.REDUCE, 10.0), 1: _progress(6, WorkerPhase.HOOK, 10.0)}
+    assert find_hang(progress_of, 16.0, DEADLINES) is None, "a hook has time"
+    assert find_stall(progress_of, 14.9, DEADLINES) is None
+    stall = find_stall(progress_of, 15.1, DEADLINES)
+    assert stall == Hang((1,), 6, WorkerPhase.HOOK, 10.0, 5.0)
+
+
+def test_no_standstill_is_told_while_a_rank_makes_progress_or_none_waits_unusually_long() -> None:
+    hook = _progress(6, WorkerPhase.HOOK, 10.0)
+    assert find_stall({0: _progress(7, WorkerPhase.REDUCE, 10.0), 1: replace(hook, at=14.0)}, 16.0, DEADLINES) is None
+    slow = {**KNOWN, WorkerPhase.REDUCE: 2.0}
+    waits = _progress(7, WorkerPhase.REDUCE, 10.0, longest=slow)
+    assert find_stall({0: waits, 1: hook}, 20.0, DEADLINES) is None
+    assert find_stall({0: waits, 1: hook}, 26.1, DEADLINES) is not None
+    first_time = _progress(7, WorkerPhase.REDUCE, 10.0, longest={})
+    assert find_stall({0: first_time, 1: hook}, 500.0, DEADLINES) is None, "it may compile"
+    assert find_stall({0: first_time, 1: hook}, 16.0, DEADLINES, is_certain=True) is not None
+    assert find_stall({0: first_time, 1: hook}, 14.0, DEADLINES, is_certain=True) is None
+    detector, progress_of = HangDetector(DEADLINES), {0: first_time, 1: hook}
+    assert detector.stall(progress_of, 16.0, lambda: False) is None
+    assert detector.stall(progress_of, 16.0, lambda: True) is not None
+    assert find_stall({0: hook, 1: hook}, 500.0, DEADLINES) is None
+    assert find_stall({}, 500.0, DEADLINES) is None
+    assert find_stall({0: waits, 1: hook}, 26.1, DEADLINES, awake_since=24.0) is None, "the agent was stopped"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.agent.detection.failure import FailureReport
-from closeranks.agent.detection.root_cause import WorkerReport, _ranks, find_root_cause
+from closeranks.agent.detection.root_cause import WorkerReport, describe_ranks, find_root_cause
 from closeranks.core.errors import CloseranksError, ConfigError, DataError, Problem, RunFailed, UserError, encode
 
 
@@ -184,7 +184,7 @@ def test_the_verdict_does_not_depend_on_the_order_of_the_facts() -> None:
 
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_ranks_in_words_name_each_once(ranks: set[int]) -> None:
-    text = _ranks(sorted(ranks)).split(" ", 1)[1]
+    text = describe_ranks(sorted(ranks)).split(" ", 1)[1]
     named: list[int] = []
     for part in text.replace(" and ", ", ").split(", "):
         first, _, last = part.partition("-")

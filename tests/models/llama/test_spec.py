@@ -17,6 +17,7 @@ from closeranks.facts.shapes.llama import PRESETS, flops_per_token, num_params, 
 from closeranks.models.build import spec_for
 from closeranks.models.config import LlamaConfig
 from closeranks.models.llama.spec import Llama, LlamaSpec
+from closeranks.parallel.recompute import KEEP, recompute
 from tests.models import reference
 from tests.models.making import materialised, small_llama, tokens
 
@@ -156,6 +157,32 @@ def test_flops_are_those_torch_counts(tied: bool) -> None:
         spec.loss(module, {"tokens": tokens(2, 17)}).total.backward()
     assert counter.get_total_flops() == 2 * 16 * flops_per_token(spec.shape, 16)
     assert spec.flops_per_item == flops_per_token(spec.shape, 16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep"),
+    [
+        ("none", KEEP),
+        ("full", KEEP),
+        ("selective", KEEP),
+        ("selective", ("attention",)),
+        ("selective", ("collective",)),
+    ],
+)
+@pytest.mark.parametrize("preset", ["", "tiny"])
+def test_recomputed_flops_are_those_torch_counts(mode: str, keep: tuple[str, ...], preset: str) -> None:
+    """Torch does not count fused attention on a CPU, and only fused attention can be kept."""
+    attention = "flash" if mode == "selective" and "attention" in keep else "math"
+    spec, module = small_llama(torch.float32, attention=attention, **({"preset": preset} if preset else {}))
+    counts = []
+    for each in ("none", mode):
+        recompute(module, spec.blocks if each != "none" else (), each, keep)
+        with FlopCounterMode(display=False) as counter:
+            spec.loss(module, {"tokens": tokens(2, 17)}).total.backward()
+        counts.append(counter.get_total_flops())
+    added = 2 * 16 * spec.recompute_flops_per_item(mode, keep)
+    assert counts[1] - counts[0] == pytest.approx(added, rel=0.02)
+    assert (added > 0) == (mode == "full" or (mode == "selective" and keep != KEEP))
 
 
 def test_bf16_autocast_stays_near_float32_and_sums_in_float32() -> None:

@@ -16,6 +16,7 @@ from closeranks.core.events import (
     Saved,
     SlowRank,
     Snapshotting,
+    Standstill,
     StepDone,
     Warned,
 )
@@ -48,6 +49,17 @@ def test_a_step_is_one_dense_line() -> None:
     assert event_lines.join(fields()) == (
         "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3% (of measured peak 63.1%)  mem 1.2 GiB  eta 0:42"
     )
+
+
+def test_cost_and_the_uncertainty_of_what_is_left() -> None:
+    known = replace(READING, eta_s=742.0, eta_error_s=31.0, cost="$12.40", hfu=0.66)
+    text = event_lines.join(fields(reading=known))
+    assert text.endswith("eta 12:22 ±0:31  cost $12.40")
+    assert "mfu 50.3%  hfu 66.0% (of measured peak 63.1%)" in text
+    assert event_lines.join(event_lines.fit(fields(reading=known), 80)) == (
+        "step   120/200  loss 2.1345  41.2k tok/s  mfu 50.3%  eta 12:22  cost $12.40"
+    )
+    assert "±" not in event_lines.join(fields(reading=replace(known, eta_error_s=0.4)))
 
 
 def test_without_a_datasheet_the_share_of_the_measured_peak_stands_alone() -> None:
@@ -242,3 +254,16 @@ def test_events_about_faults_are_one_line_each() -> None:
     assert event_lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
         "host b is quarantined: 5 faults in an hour"
     )
+
+
+def test_a_standstill_has_its_cause_first_and_then_who_waits() -> None:
+    told = Standstill(0, 7, 5.26, 1, "b", "loader", "waits for data", ["rank 0: waiting for rank 1", "rank 1: reads"])
+    assert event_lines.standstill_lines(told) == [
+        "nothing has moved for 5.3 s at step 7: rank 1 waits for data",
+        "  rank 0: waiting for rank 1",
+        "  rank 1: reads",
+    ]
+    failed = Standstill(kind="branch", cause="the ranks took different branches")
+    assert event_lines.standstill_lines(failed) == [
+        "collectives mismatch before the first step: the ranks took different branches"
+    ]

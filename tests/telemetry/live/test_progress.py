@@ -2,6 +2,7 @@ import io
 import re
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from closeranks.core.events import (
@@ -13,10 +14,14 @@ from closeranks.core.events import (
     RanksClosed,
     Restored,
     RunEnded,
+    RunStarted,
     SlowRank,
     Snapshotting,
+    StepDone,
     Warned,
 )
+from closeranks.facts.prices import DevicePrice, PriceTable
+from closeranks.telemetry.live import progress
 from closeranks.telemetry.live.progress import ProgressDisplay
 from tests.telemetry.conftest import CPU, step
 
@@ -251,3 +256,22 @@ def test_what_a_worker_printed_is_passed_on_as_it_is_and_in_its_place() -> None:
         progress.print_output(f"[bold]{'x' * 100}\nsecond � line")
         progress.print_line("after")
     assert out.getvalue() == f"before\n[bold]{'x' * 100}\nsecond � line\nafter\n"
+
+
+def test_cost_is_on_the_line_where_there_is_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "process_age_s", lambda: 0.0)  # that of the tests' own process may be an hour
+    prices = PriceTable((DevicePrice("H200", 3600.0, "USD"),))
+    lines = []
+    for device in ("NVIDIA H200", "NVIDIA H9000"):
+        out = io.StringIO()
+        with ProgressDisplay(
+            Console(file=out, width=200), log_every=1, clock=Clock(tick_s=1.0), prices=prices
+        ) as shown:
+            shown.handle(RunStarted(world_size=2, last_step=3, device=device))
+            for number in range(1, 3):
+                shown.handle(StepDone(step=number, loss=1.0, seconds=1.0, items=10))
+        lines.append(out.getvalue().splitlines())
+    costs = [re.search(r"cost \$(\d+)", line) for line in lines[0] if line.startswith("step")]
+    first, second = (int(cost[1]) for cost in costs if cost is not None)
+    assert second > first > 0
+    assert not any("cost" in line for line in lines[1])

@@ -1,3 +1,5 @@
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -5,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.core.events import RunStarted
-from closeranks.telemetry.live.throughput import ThroughputMeter, efficiency
+from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter, efficiency
 from tests.telemetry.conftest import step
 
 GPU = RunStarted(world_size=2, last_step=200, flops_per_item=1e6, datasheet_flops=1e10, measured_flops=0.5e10)
@@ -97,3 +99,41 @@ def test_on_fewer_workers_speed_is_measured_anew() -> None:
     reading = meter.observe(step(20, seconds=0.2))
     assert reading.items_per_s == pytest.approx(5_000)
     assert reading.mfu == pytest.approx(5_000 * 1e6 / 1e10)
+
+
+def test_hfu_counts_what_is_recomputed() -> None:
+    shares = efficiency(replace(GPU, hardware_flops_per_item=4e6 / 3), 1000.0)
+    assert shares.mfu is not None
+    assert shares.hfu == pytest.approx(shares.mfu * 4 / 3)
+    for same in (0.0, GPU.flops_per_item):  # not known, or nothing is recomputed
+        assert efficiency(replace(GPU, hardware_flops_per_item=same), 1000.0).hfu is None
+
+
+def test_the_remaining_time_covers_what_comes_in_nine_of_ten_runs() -> None:
+    draw = random.Random(3)
+    covered, num_runs = 0, 400
+    for _ in range(num_runs):
+        meter = ThroughputMeter(replace(GPU, last_step=300))
+        for number in range(1, 101):
+            reading = meter.observe(step(number, seconds=draw.uniform(0.05, 0.15)))
+        rest = sum(draw.uniform(0.05, 0.15) for _ in range(200))
+        assert reading.eta_s is not None
+        assert reading.eta_error_s is not None
+        covered += abs(rest - reading.eta_s) <= reading.eta_error_s
+    assert 0.84 < covered / num_runs < 0.95
+
+
+def test_faults_so_far_are_expected_again() -> None:
+    def reading(num_faults: int) -> MeterReading:
+        meter = ThroughputMeter(GPU)
+        for number in range(1, 101):
+            last = meter.observe(step(number, seconds=1.0))
+            if number % 25 == 0 and number // 25 <= num_faults:
+                meter.lose(5.0)
+        return last
+
+    calm, struck = reading(0), reading(3)
+    assert calm.eta_s == pytest.approx(100)
+    assert calm.eta_error_s == pytest.approx(0, abs=1e-5)
+    assert struck.eta_s == pytest.approx(100 * (1 + 3 * 5 / 100))
+    assert struck.eta_error_s == pytest.approx(1.645 * 5 * math.sqrt(3 + 3**2 / 3))

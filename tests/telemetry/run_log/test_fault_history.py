@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, SlowRank, StepDone
+from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, SlowRank, Standstill, StepDone
 from closeranks.telemetry.run_log.fault_history import FaultHistory, RunFault, TimedEvent, fault_history
 
 
@@ -46,8 +46,8 @@ def test_steps_that_were_finished_before_are_lost_and_the_one_under_way_is_not(n
 
 
 def test_slow_ranks_and_hosts_stand_beside_the_faults() -> None:
-    troubles = folded(SlowRank(2), StepDone(3), HostChanged("b", "joined"), lost(0))
-    assert [type(told.event) for told in troubles.others] == [SlowRank, HostChanged]
+    troubles = folded(SlowRank(2), StepDone(3), Standstill(step=4), HostChanged("b", "joined"), lost(0))
+    assert [type(told.event) for told in troubles.others] == [SlowRank, Standstill, HostChanged]
     assert len(troubles.faults) == 1
 
 

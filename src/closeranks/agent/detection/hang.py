@@ -154,6 +154,32 @@ def find_hang(
     return Hang(suspects, step, phase, since, limit_s) if now - since > limit_s else None
 
 
+def find_stall(
+    progress_of: Mapping[int, WorkerProgress],
+    now: float,
+    deadlines: HangDeadlines,
+    *,
+    awake_since: float = 0.0,
+    is_certain: bool = False,
+) -> Hang | None:
+    """A standstill that is worth telling although no deadline has passed: no rank makes progress, and one waits much
+    longer than it ever had to, or it ``is_certain`` that something is wrong. The rank that it waits for may have a long
+    deadline (in a hook, say)."""
+    ages_s = {rank: now - max(one.at, awake_since) for rank, one in progress_of.items()}
+    if min(ages_s.values(), default=0.0) <= deadlines.floor_s:
+        return None
+    usual_s = {
+        rank: deadlines.factor * one.longest[one.phase]
+        for rank, one in progress_of.items()
+        if one.phase in one.longest and one.phase not in _UNPREDICTABLE
+    }
+    if not is_certain and not any(ages_s[rank] > usual for rank, usual in usual_s.items()):
+        return None
+    suspects = furthest_behind(progress_of)
+    first = progress_of[suspects[0]]
+    return Hang(suspects, first.step, first.phase, now - min(ages_s.values()), deadlines.floor_s)
+
+
 def narrow_by_kernel(hang: Hang, samples: Mapping[int, ProcessSample]) -> Hang:
     """The same hang with fewer suspects, where the kernel's view tells some from the others.
 
@@ -239,6 +265,17 @@ class HangDetector:
         if hang is not None and all(states.get(rank) == _STOPPED for rank in hang.suspects):
             hang = replace(hang, is_stopped=True)
         return hang
+
+    def stall(
+        self, progress_of: Mapping[int, WorkerProgress], now: float, is_mismatch: Callable[[], bool]
+    ) -> Hang | None:
+        """A standstill to tell, where ``check`` has found no hang yet. ``is_mismatch``: whether the ranks' collectives
+        cannot match; asked only while nothing moves."""
+        found = find_stall(progress_of, now, self._deadlines, awake_since=self._awake_since)
+        if found is not None:
+            return found
+        found = find_stall(progress_of, now, self._deadlines, awake_since=self._awake_since, is_certain=True)
+        return found if found is not None and is_mismatch() else None
 
     def _stopped_hang(
         self, progress_of: Mapping[int, WorkerProgress], states: Mapping[int, str], now: float

@@ -88,6 +88,10 @@ class HangReports:
         self._confirmed = (hang, now)
         return hang
 
+    def blame(self, hang: Hang, now: float) -> None:
+        """The confirmed hang, after its explanation has named the rank to blame."""
+        self._confirmed = (hang, now)
+
     def mark_hung(self, workers: Sequence[WorkerReport]) -> tuple[WorkerReport, ...]:
         """The worker reports of a fenced generation, with the workers whose hang it was fenced for marked as hung."""
         if self._confirmed is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from closeranks.agent.detection.failure import FailureReport
 from closeranks.agent.detection.root_cause import WorkerReport
+from closeranks.agent.detection.standstill.rank_evidence import RankEvidence, decode_evidence, encode_evidence
 from closeranks.agent.membership.field_codecs import ProtocolError
 
 
@@ -21,12 +22,15 @@ class HostReport:
     num_oom_kills: int = 0
     zygote: str = ""
     """Why no more workers can be forked, in words; empty if they can."""
+    evidence: tuple[RankEvidence, ...] = ()
+    """Of each worker, where one has failed: ranks whose collectives do not match raise errors, abort, or hang."""
 
     def to_fields(self, now: float) -> dict[str, Any]:
         return {
             "workers": [_aged(worker, now) for worker in self.workers],
             "num_oom_kills": self.num_oom_kills,
             "zygote": self.zygote,
+            "evidence": list(map(encode_evidence, self.evidence)),
         }
 
     @classmethod
@@ -36,6 +40,7 @@ class HostReport:
                 workers=tuple(_dated(worker, now) for worker in fields["workers"]),
                 num_oom_kills=int(fields["num_oom_kills"]),
                 zygote=str(fields["zygote"]),
+                evidence=tuple(map(decode_evidence, fields.get("evidence", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a host's exit report cannot be read: {error}") from None
@@ -48,6 +53,7 @@ def merge_reports(reports: Sequence[HostReport]) -> HostReport:
         workers=tuple(workers),
         num_oom_kills=sum(one.num_oom_kills for one in reports),
         zygote=next((one.zygote for one in reports if one.zygote), ""),
+        evidence=tuple(rank for one in reports for rank in one.evidence),
     )
 
 

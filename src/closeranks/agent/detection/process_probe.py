@@ -24,6 +24,7 @@ _NUM_SAMPLES = 5
 _LOCK_CALLS = ("futex", "202", "98", "449")
 """Sleeping on a lock, by the name of the kernel's function or by the number of the system call (x86, ARM,
 futex_waitv)."""
+_STATE_WORDS = {"S": "sleeps", "D": "is stuck in the kernel", "T": "is stopped", "Z": "has died", "": "is gone"}
 _HEADS = ("Current thread 0x", "Thread 0x")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>\S+)')
 
@@ -93,6 +94,29 @@ def data_read_location(lines: Sequence[str]) -> str:
         elif is_above and is_user_file(found["file"]):
             return f"{display_path(found['file'])}:{found['line']} in {found['name']}"
     return ""
+
+
+def main_thread_user_location(lines: Sequence[str]) -> str:
+    """Where the main thread is in the user's code; empty if it is in none, or if there are no stacks."""
+    heads = [index for index, line in enumerate(lines) if line.startswith(_HEADS)]
+    for line in lines[heads[-1] + 1 :] if heads else []:
+        found = _FRAME.match(line)
+        if found is None:
+            break
+        if is_user_file(found["file"]):
+            return f"{display_path(found['file'])}:{found['line']} in {found['name']}"
+    return ""
+
+
+def describe_children(pid: int) -> tuple[str, ...]:
+    """What each process does that a worker has started: ``process 4242 sleeps on a lock``."""
+    return tuple(map(_describe_state, _descendants(pid)))
+
+
+def _describe_state(pid: int) -> str:
+    state = kernel_state(pid)
+    on_lock = " on a lock" if state == "S" and _call(pid) == "lock" else ""
+    return f"process {pid} {_STATE_WORDS.get(state, 'runs')}{on_lock}"
 
 
 def main_thread_location(lines: Sequence[str]) -> str:

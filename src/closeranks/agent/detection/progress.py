@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from closeranks.agent.detection.standstill.collective_record import OFFSET_BYTES, RECORD_BYTES
+
 _MAGIC = 0x434C4F5345524E4C
 _STEP, _PHASE, _MICRO_BATCHES, _AT, _SNAPSHOT_STEP, _COMPUTE, _COMPUTE_SUM, _NUM_TIMED, _PIPELINE_RANK = range(1, 10)
 _FIRST_PHASE = 16
@@ -185,11 +187,12 @@ class SharedProgress:
 
 
 def create_progress_fd() -> int:
-    """The descriptor of new shared progress, before the first step; the caller passes it on and closes it."""
+    """The descriptor of new shared progress, before the first step, with room for the record of collectives behind it;
+    the caller passes it on and closes it."""
     fields = [0] * _NUM_FIELDS
     fields[0], fields[_STEP], fields[_PHASE], fields[_SNAPSHOT_STEP] = _MAGIC, -1, WorkerPhase.START, -1
     fields[_AT] = time.monotonic_ns()
     fd = os.memfd_create("closeranks-progress")
-    os.ftruncate(fd, _SIZE_BYTES)
+    os.ftruncate(fd, OFFSET_BYTES + RECORD_BYTES)
     os.pwrite(fd, struct.pack(f"={_NUM_FIELDS}q", *fields), 0)
     return fd

@@ -233,14 +233,14 @@ def _what_others_did(culprit: WorkerReport, others: Sequence[WorkerReport]) -> s
     """One line. Ranks with an error that is not a consequence are listed with it: there may be two causes."""
     agreeing = [worker.rank for worker in others if _same(worker, culprit)]
     if len(agreeing) == len(others):
-        return f"{_ranks(agreeing)} failed in the same way"
+        return f"{describe_ranks(agreeing)} failed in the same way"
     own = [worker for worker in others if _order(worker) <= _Order.REPORTED and not _same(worker, culprit)]
     done = [worker.rank for worker in others if worker.is_finished and worker.status == 0]
     named = {*agreeing, *done, *(worker.rank for worker in own)}
     rest = [worker.rank for worker in others if worker.rank not in named]
-    parts = [f"{_ranks(agreeing)} failed in the same way"] if agreeing else []
-    parts += [f"{_ranks(rest)} stopped because of it"] if rest else []
-    parts += [f"{_ranks(done)} had finished before"] if done else []
+    parts = [f"{describe_ranks(agreeing)} failed in the same way"] if agreeing else []
+    parts += [f"{describe_ranks(rest)} stopped because of it"] if rest else []
+    parts += [f"{describe_ranks(done)} had finished before"] if done else []
     parts += [f"rank {worker.rank} failed too: {_cause(worker, 0)}".splitlines()[0] for worker in own[:2]]
     parts += [f"so did {len(own) - 2} more"] if len(own) > 2 else []
     return "; ".join(parts)
@@ -261,7 +261,7 @@ def _where_to_look(culprit: WorkerReport) -> list[str]:
     return [f"its log, {culprit.log}, ends with:", *(f"  | {line[:_MAX_TAIL_CHARS]}" for line in culprit.log_tail)]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 2 and 3``, ``ranks 0-6 and 8``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

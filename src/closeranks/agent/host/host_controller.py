@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from closeranks.agent.detection.hang import Hang
 from closeranks.agent.detection.hang_monitor import HangMonitor
-from closeranks.agent.detection.hang_reports import encode_hang
 from closeranks.agent.detection.host_report import HostReport
 from closeranks.agent.detection.progress import WorkerPhase, WorkerProgress
+from closeranks.agent.detection.standstill.hang_report import encode_report
 from closeranks.agent.host.local_host import LocalHost
 from closeranks.agent.job.shutdown import CLEAR_S, REAP_S, REPORT_S
 from closeranks.agent.launch_plan import AgentCallbacks
@@ -84,7 +84,7 @@ class HostController:
         self._is_alone = True
         """Whether all workers of the generation are on this host."""
         self._reported_hang: object = None
-        """The suspects, step and phase of the hang that was last reported."""
+        """The suspects, step and phase of the hang that was last reported, and whether it was only a stall."""
 
     @property
     def callbacks(self) -> AgentCallbacks:
@@ -186,16 +186,17 @@ class HostController:
             self._check_snapshots()
         check = self._hang_monitor.check(self.host.workers, now)
         if check.hang is not None:
-            self._report_hang(self._hang_monitor, check.hang)
+            self._report_hang(self._hang_monitor, check.hang, is_stall=check.is_stall)
         return check.next_at
 
-    def _report_hang(self, hang_monitor: HangMonitor, hang: Hang) -> None:
+    def _report_hang(self, hang_monitor: HangMonitor, hang: Hang, *, is_stall: bool) -> None:
         """Report a hang, once for each (suspects, step, phase): the leader knows the other hosts' workers, and
         decides."""
-        key = (hang.suspects, hang.step, hang.phase)
+        key = (hang.suspects, hang.step, hang.phase, is_stall)
         if key != self._reported_hang:
             self._reported_hang = key
-            fields = encode_hang(hang_monitor.narrow_suspects(hang, self.host.workers), time.monotonic())
+            report = replace(hang_monitor.examine(hang, self.host.workers), is_stall=is_stall)
+            fields = encode_report(report, time.monotonic())
             self._do(self._follower.relay(WorkerEvent(self._follower.generation, hang.suspects[0], fields)))
 
     def _check_snapshots(self) -> None:
@@ -237,11 +238,13 @@ class HostController:
             self._do(self._follower.on_worker_failed(self._host_report().to_fields(now)))
 
     def _host_report(self) -> HostReport:
-        host, group = self.host, self.host.worker_group
+        host, group, now = self.host, self.host.worker_group, time.monotonic()
+        has_failed = any(worker.failed_at is not None for worker in host.workers)
         return HostReport(
             workers=tuple(host.worker_reports()),
             num_oom_kills=group.num_oom_kills if group else 0,
             zygote=str(host.error) if host.error else "",
+            evidence=tuple(worker.evidence(now) for worker in host.workers) if has_failed else (),
         )
 
     def _progress(self, now: float) -> list[RankProgress]:

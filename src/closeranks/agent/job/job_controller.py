@@ -15,10 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from closeranks.agent.detection.hang_monitor import HangMonitor
-from closeranks.agent.detection.hang_reports import HANG_EVENT, HangReports, decode_hang
+from closeranks.agent.detection.hang_reports import HANG_EVENT, HangReports
 from closeranks.agent.detection.host_report import HostReport, merge_reports
 from closeranks.agent.detection.progress import WorkerProgress
 from closeranks.agent.detection.root_cause import RootCause, external_cause
+from closeranks.agent.detection.standstill.hang_report import decode_report
+from closeranks.agent.detection.standstill.standstill_reports import StandstillReports, explain_failure
 from closeranks.agent.detection.stragglers import Straggler, StragglerDetector
 from closeranks.agent.event_loop import EventLoop
 from closeranks.agent.host.host_controller import SIGTERM_EVENT, HostController, LeaderLink, progress_from_row
@@ -105,7 +107,7 @@ class JobController:
         """Ranks that did not end by themselves; set when the run is over."""
         limits = self._recovery.limits
         self._stragglers = StragglerDetector(limits.slow_ratio, limits.slow_steps)
-        self._hang_reports = HangReports()
+        self._hang_reports, self._standstills = HangReports(), StandstillReports()
         self._tick_at, self._ticked = 0.0, (-1, "")
 
     # --- public interface
@@ -340,19 +342,26 @@ class JobController:
 
     def _on_hang_report(self, host: str, fields: Mapping[str, Any], now: float) -> None:
         try:
-            self._hang_reports.add(host, decode_hang(fields, now))
+            report = decode_report(fields, now)
         except ProtocolError as error:
             self._agent_callbacks.on_note(f"{host}: {error}")
+            return
+        self._standstills.add(report, now)
+        if not report.is_stall:
+            self._hang_reports.add(host, report.hang)
 
     # --- workers that hang or are slow, and other reasons to regroup
 
     def _check_hangs(self, now: float) -> None:
+        host_of = hosts_by_rank(self._recovery.placements)
+        self._emit(self._standstills.stall_to_tell(host_of, self.generation, now))
         if not self._hang_reports.is_undecided:
             return
         sure_s = _SURE_BEATS * lease_timing_for(len(self._recovery.placements)).beat_s
-        if hang := self._hang_reports.confirmed_hang(
-            hosts_by_rank(self._recovery.placements), self._progress(now), now, sure_s
-        ):
+        if hang := self._hang_reports.confirmed_hang(host_of, self._progress(now), now, sure_s):
+            hang, told = self._standstills.explain_hang(hang, host_of, self.generation, now)
+            self._hang_reports.blame(hang, now)
+            self._emit(told)
             self._act(self._leader.fence(hang.cause(now), now))
 
     def _check_stragglers(self, now: float) -> None:
@@ -394,6 +403,7 @@ class JobController:
         self._waiting = self._sigterm_report = None
         self._stragglers.begin()
         self._hang_reports.begin()
+        self._standstills.begin()
         if fitted.summary:
             self._agent_callbacks.on_note(fitted.summary)
         members = [(placement.host, placement.num_workers) for placement in placements]
@@ -405,6 +415,7 @@ class JobController:
         """All workers of a generation are gone."""
         report = merge_reports([self._host_report(host, facts, now) for host, facts in settled.facts.items()])
         report = replace(report, workers=self._hang_reports.mark_hung(report.workers))
+        self._emit(explain_failure(report.evidence, hosts_by_rank(self._recovery.placements), self.generation))
         is_hurried = self.stop is not None and (self.stop.reason == "interrupted" or now >= self.stop.deadline)
         may_go_on = self._recovery.can_recover and not is_hurried
         root_cause = self._recovery.on_generation_end(settled, report, now) if may_go_on else None
@@ -435,8 +446,9 @@ class JobController:
 
     # --- events and views
 
-    def _emit(self, event: Event) -> None:
-        self._agent_callbacks.on_event(-1, encode(event))
+    def _emit(self, event: Event | None) -> None:
+        if event is not None:
+            self._agent_callbacks.on_event(-1, encode(event))
 
     def _call_on_tick(self, now: float) -> float | None:
         """Call ``OnTick`` when it asked to be called, at least every ``_MAX_TICK_S``, and when the generation or the

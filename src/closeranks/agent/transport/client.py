@@ -16,12 +16,12 @@ from collections.abc import Callable
 from types import TracebackType
 
 from closeranks.agent.event_loop import EventLoop
-from closeranks.agent.transport.address import Address, parse_address
 from closeranks.agent.transport.authenticated_channel import AuthenticatedChannel, Fields
 from closeranks.agent.transport.channel_limits import ChannelLimits
 from closeranks.agent.transport.connection import ConnectionCallbacks, ControlConnection
 from closeranks.agent.transport.dns_lookup import DnsLookup, SocketAddress, numeric_addresses
 from closeranks.agent.transport.token import JobToken
+from closeranks.core.system.address import Address, parse_address
 
 
 class Backoff:

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from closeranks.agent.event_loop import EventLoop
-from closeranks.agent.transport.address import Address, plain_host
 from closeranks.agent.transport.authenticated_channel import AuthenticatedChannel, Fields
 from closeranks.agent.transport.channel_limits import ChannelLimits
 from closeranks.agent.transport.framing import ChannelError
+from closeranks.core.system.address import Address, plain_host
 
 _UNAUTHENTICATED_CHUNK_BYTES = 512
 _CHUNK_BYTES = 1 << 18

@@ -16,10 +16,10 @@ from typing import Any
 from closeranks.agent.event_loop import EventLoop
 from closeranks.agent.membership.field_codecs import ProtocolError
 from closeranks.agent.membership.messages import Envelope
-from closeranks.agent.transport.address import Address
 from closeranks.agent.transport.connection import ControlConnection
 from closeranks.agent.transport.server import ControlServer
 from closeranks.agent.transport.token import JobToken
+from closeranks.core.system.address import Address
 
 ASK_PLAN = {"kind": "plan?"}
 PLAN = "plan"

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 
 from closeranks.agent.event_loop import EventLoop
-from closeranks.agent.transport.address import Address, listen_on, plain_host
 from closeranks.agent.transport.authenticated_channel import AuthenticatedChannel, Fields
 from closeranks.agent.transport.channel_limits import ChannelLimits
 from closeranks.agent.transport.connection import ConnectionCallbacks, ControlConnection
 from closeranks.agent.transport.refusal_log import RefusalLog
 from closeranks.agent.transport.token import JobToken
+from closeranks.core.system.address import Address, listen_on, plain_host
 
 _ACCEPTS_PER_ITERATION = 32
 _PAUSE_S = 1.0

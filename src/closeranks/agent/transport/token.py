@@ -10,21 +10,19 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from closeranks.core.errors import SetupError
-from closeranks.core.system.regular_file import open_binary
+from closeranks.core.system.secret_token import SecretKind, parse_secret, read_secret
 
 NUM_RANDOM_BYTES = 32
-_FEWEST_CHARACTERS = 32
-_FEWEST_DIFFERENT = 8
-"""Rejects long tokens of a repeated character; 32 random hex digits have fewer than this once in 10^11 draws."""
-_MOST_BYTES = 4096
-_HOW = "Make one with `openssl rand -hex 32`, in a file of mode 600, and pass it to each host with --token-file."
+_KIND = SecretKind(
+    "job token",
+    "Make one with `openssl rand -hex 32`, in a file of mode 600, and pass it to each host with --token-file.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +41,12 @@ class JobToken:
 
 def parse_token(text: str, source: str) -> JobToken:
     """Parse the text that ``source`` gave; surrounding white space, such as an editor's last newline, is ignored."""
-    words = text.split()
-    if not words:
-        raise SetupError(f"{source} holds no job token", _HOW)
-    if len(words) > 1 or not (words[0].isascii() and words[0].isprintable()):
-        raise SetupError(f"{source} holds more than one word, or characters that a token cannot have", _HOW)
-    if len(words[0]) < _FEWEST_CHARACTERS:
-        what = f"the job token in {source} is too short ({len(words[0])} characters, at least {_FEWEST_CHARACTERS})"
-        raise SetupError(what, _HOW)
-    if len(set(words[0])) < _FEWEST_DIFFERENT:
-        raise SetupError(f"the job token in {source} can be guessed (too few different characters)", _HOW)
-    return JobToken(words[0].encode())
+    return JobToken(parse_secret(text, source, _KIND))
 
 
 def read_token(path: Path, on_note: Callable[[str], None]) -> JobToken:
     """Read the token from a file; a file that others may read or write is accepted with a warning."""
-    try:
-        with open_binary(path) as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise SetupError(f"the token file {path} cannot be read ({error.strerror})", _HOW) from None
-    if len(data) > _MOST_BYTES:
-        raise SetupError(f"the token file {path} is larger than {_MOST_BYTES} bytes: not a token", _HOW)
-    token = parse_token(data.decode("latin-1"), f"the token file {path}")
-    if mode & 0o077:
-        on_note(f"The token file {path} can be used by others on this host (mode {mode:o}): chmod 600 it.")
-    return token
+    return JobToken(read_secret(path, _KIND, on_note))
 
 
 def generate_token(path: Path) -> JobToken:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from closeranks.agent.detection.progress import SharedProgress
+from closeranks.agent.detection.standstill.collective_record import CollectiveRecord
 from closeranks.agent.workers.wire import WorkerFds
 from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.errors import CloseranksError
@@ -65,9 +66,9 @@ def _set_up_process(fds: WorkerFds, zygote_fds: Iterable[int]) -> None:
 
 
 def _work(fds: WorkerFds, run: str) -> int:
-    progress = SharedProgress(fds.progress)
+    progress, collectives = SharedProgress(fds.progress), CollectiveRecord(fds.progress)
     os.close(fds.progress)
-    link = WorkerLink(socket.socket(fileno=fds.link), progress)
+    link = WorkerLink(socket.socket(fileno=fds.link), progress, collectives)
     _handle_sigterm(link)
     set_world(link.world)
     set_title(f"rank {link.world.rank} of {link.world.size}", run, short=f"cr-rank-{link.world.rank}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from closeranks.agent.detection.failure import NO_STORE, failure_report
 from closeranks.agent.detection.progress import SharedProgress
+from closeranks.agent.detection.standstill.collective_record import CollectiveRecord
 from closeranks.agent.workers.store_socket import bind_store
 from closeranks.agent.workers.wire import LineBuffer, Message, encode_message
 from closeranks.core.errors import CloseranksError
@@ -34,9 +35,13 @@ _CHUNK_BYTES = 1 << 16
 class WorkerLink:
     """A worker's end of the link. ``send_event`` may be called from any thread, the rest from the main one."""
 
-    def __init__(self, endpoint: socket.socket, progress: SharedProgress) -> None:
+    def __init__(
+        self, endpoint: socket.socket, progress: SharedProgress, collectives: CollectiveRecord | None = None
+    ) -> None:
         self._endpoint = endpoint
         self._progress = progress
+        self.collectives = collectives
+        """Where the worker records its last collectives."""
         self._lines = LineBuffer()
         self._outbox = bytearray()
         self._num_dropped = 0

@@ -20,6 +20,8 @@ from closeranks.agent.detection.failure import FailureReport
 from closeranks.agent.detection.process_probe import ask_children_for_stacks, ask_for_stacks, is_stack_line
 from closeranks.agent.detection.progress import PHASE_WORDS, SharedProgress, WorkerProgress, create_progress_fd
 from closeranks.agent.detection.root_cause import WorkerReport
+from closeranks.agent.detection.standstill.collective_record import CollectiveRecord
+from closeranks.agent.detection.standstill.rank_evidence import NEWEST_SENT, RankEvidence
 from closeranks.agent.event_loop import EventLoop
 from closeranks.agent.launch_plan import AgentCallbacks, LaunchPlan
 from closeranks.agent.workers.output import OutputLog
@@ -66,7 +68,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = WorkerChannel(ours)
         progress_fd = create_progress_fd()
-        self._progress = SharedProgress(progress_fd)
+        self._progress, self._collectives = SharedProgress(progress_fd), CollectiveRecord(progress_fd)
         self._log = OutputLog(plan.log_folder / f"rank-{world.rank:05d}.log", self._on_text, self._on_note)
         self.fds = WorkerFds(theirs.detach(), progress_fd, self._log.take_writer())
         loop.watch(ours, self._on_link)
@@ -148,6 +150,18 @@ class WorkerProcess:
     @property
     def progress(self) -> WorkerProgress:
         return self._progress.read()
+
+    def evidence(self, now: float) -> RankEvidence:
+        """What its shared memory tells, also after its death."""
+        progress = self._progress.read()
+        return RankEvidence(
+            rank=self.world.rank,
+            step=progress.step,
+            phase=progress.phase,
+            age_s=max(0.0, now - progress.at),
+            collectives=self._collectives.read(NEWEST_SENT),
+            groups=self._collectives.groups(),
+        )
 
     @property
     def alive_at(self) -> float:
@@ -256,6 +270,7 @@ class WorkerProcess:
         self._channel.close()
         self._log.close()
         self._progress.close()
+        self._collectives.close()
         if self._pidfd is not None:
             self._loop.unwatch(self._pidfd)
             os.close(self._pidfd)

@@ -37,6 +37,18 @@ def temporarily_set(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextmanager
+def default_setting(name: str, value: str) -> Iterator[None]:
+    """The same, unless the user has chosen another value."""
+    with temporarily_set(name, os.environ.get(name, value)):
+        yield
+
+
+def set_default(name: str, value: str) -> None:
+    """For a library that reads a setting only from the environment; what the user has set wins."""
+    os.environ.setdefault(name, value)
+
+
 def detect_world(environ: Mapping[str, str] = os.environ) -> World:
     """The world this process was started in: set by our agent, torchrun or srun; otherwise a world of one process."""
     if _WORLD is not None:
@@ -145,6 +157,11 @@ def bind_gloo(interface: str) -> None:
 def fix_cublas_workspace() -> None:
     """cuBLAS is deterministic only with a fixed workspace, and reads this when CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def is_nvtx_tool_attached(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a tool that reads NVTX ranges started this process; Nsight Systems injects itself by this variable."""
+    return bool(environ.get("NVTX_INJECTION64_PATH"))
 
 
 def job_token(environ: Mapping[str, str] = os.environ) -> str:

@@ -44,6 +44,12 @@ def track_sockets() -> Iterator[None]:
                 _Tracked.sockets.add((fd, target))
 
 
+def exclude_socket_from_fork(fd: int) -> None:
+    """The same for one socket that is open already."""
+    os.set_inheritable(fd, False)
+    _Tracked.sockets.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+
+
 def close_in_children() -> None:
     """Close them in every child that this process forks from now on. May be called again."""
     if not _Tracked.is_registered:

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from closeranks.core.phases import HOST_TO_DEVICE, phase
 from closeranks.core.protocols import Batch
 from closeranks.data.loading.batch_reader import LoadedBatch, map_tensors
 
@@ -49,9 +50,10 @@ class DeviceTransfer:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream):
-            moved = [replace(one, batch=_mapped(one.batch, self._copy)) for one in loaded]
-        current.wait_stream(self._stream)
+        with phase(HOST_TO_DEVICE):
+            with torch.cuda.stream(self._stream):
+                moved = [replace(one, batch=_mapped(one.batch, self._copy)) for one in loaded]
+            current.wait_stream(self._stream)
         for one in moved:
             map_tensors(one.batch, lambda tensor: _used_on(tensor, current))
         return moved

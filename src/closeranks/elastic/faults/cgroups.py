@@ -11,10 +11,11 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from closeranks.core.system.cgroup_hierarchy import groups_of, hierarchies
 
 _PREFIX = "closeranks-"
 _REMOVE_S = 2.0
@@ -48,15 +49,6 @@ class CgroupParent:
     mount: Path
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupHierarchy:
-    mount: Path
-    version: int
-    origin: str
-    own: str
-    """This process's group in it."""
-
-
 class CgroupUnavailable(OSError):
     """The control is not available here; the message says why."""
 
@@ -64,9 +56,9 @@ class CgroupUnavailable(OSError):
 def find_cgroup_parent(need: CgroupControl) -> CgroupParent:
     """Where groups with this control can be created; raises ``CgroupUnavailable``."""
     reason = f"no control groups with the {need.what} controller are mounted here"
-    for hierarchy in hierarchies(need):
+    for hierarchy in hierarchies(need.controller):
         file = need.file_v2 if hierarchy.version == 2 else need.file_v1
-        for path in _upwards(hierarchy):
+        for path in hierarchy.upwards():
             try:
                 trial = _make(path)
             except OSError as error:
@@ -77,37 +69,6 @@ def find_cgroup_parent(need: CgroupControl) -> CgroupParent:
             if has_file:
                 return CgroupParent(path, hierarchy.version, hierarchy.origin, hierarchy.mount)
     raise CgroupUnavailable(reason)
-
-
-def hierarchies(need: CgroupControl) -> Iterator[CgroupHierarchy]:
-    """Hierarchies that may have the control, version 2 first."""
-    own = _groups_of("self")
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    for _, mount, kind, *_ in mounts:
-        if kind == "cgroup2" and "0::" in own:
-            yield CgroupHierarchy(Path(mount), 2, "0::", own["0::"])
-    for _, mount, kind, options, *_ in mounts:
-        if kind == "cgroup" and need.controller and need.controller in options.split(","):
-            for origin, path in own.items():
-                if need.controller in origin.split(":")[1].split(","):
-                    yield CgroupHierarchy(Path(mount), 1, origin, path)
-
-
-def _groups_of(pid: int | str) -> dict[str, str]:
-    """``4:memory:`` -> ``/some/group`` for every hierarchy."""
-    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    return {line[: -len(path)]: path for line in lines if (path := line.split(":", 2)[2])}
-
-
-def _upwards(hierarchy: CgroupHierarchy) -> Iterator[Path]:
-    """This process's own group first, then those above it."""
-    here = hierarchy.mount / hierarchy.own.lstrip("/")
-    while True:
-        if here.is_dir():
-            yield here
-        if here == hierarchy.mount or hierarchy.mount not in here.parents:
-            return
-        here = here.parent
 
 
 def _make(parent: Path) -> Path:
@@ -139,7 +100,7 @@ class ControlGroup:
 
     def add(self, pid: int) -> None:
         """Move a process here, with all its threads."""
-        group = _groups_of(pid).get(self._parent.origin, "/")
+        group = groups_of(pid).get(self._parent.origin, "/")
         self._original_groups[pid] = self._parent.mount / group.lstrip("/")
         self.write("cgroup.procs", str(pid))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from closeranks.core.traffic import ring_sent_bytes
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory.activations import Keep, Recompute
 from closeranks.facts.memory.fsdp_units import shard_numel
@@ -41,11 +42,10 @@ class CollectiveVolume:
 
     @property
     def sent_bytes(self) -> int:
-        """A ring all-reduce sends every byte but a rank's own share twice, the others once."""
-        parameters = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}.get(self.operation)
-        if parameters is None:
+        """In a ring; a message is sent as it is."""
+        if self.operation == "send":
             return self.payload_bytes
-        return parameters * (self.num_ranks - 1) * self.payload_bytes // self.num_ranks
+        return ring_sent_bytes(self.operation, self.num_ranks, self.payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the published presets have the published number of parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import pi, prod
 
@@ -176,6 +177,21 @@ def flops_per_token(shape: LlamaShape, seq_len: int) -> float:
     """
     attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * seq_len
     return float(6 * num_matmul_params(shape) + attention)
+
+
+def recompute_flops_per_token(shape: LlamaShape, seq_len: int, recompute: str, keep: Collection[str]) -> float:
+    """What activation recompute adds to ``flops_per_token``: the second forward of every block, without what is kept.
+
+    A second forward ends once the last result that backward needs is there, so the last product of a block (the down
+    projection) is not repeated.
+    """
+    if recompute == "none":
+        return 0.0
+    is_kept = recompute == "selective"
+    shapes = {name: dims for name, dims in block_shapes(shape).items() if len(dims) == 2 and "down_proj" not in name}
+    products = 0 if is_kept and "matmul" in keep else 2 * sum(prod(dims) for dims in shapes.values())
+    attention = 0 if is_kept and "attention" in keep else 4 * shape.num_heads * shape.head_dim * seq_len
+    return float(shape.num_layers * (products + attention))
 
 
 def rope_frequencies(shape: LlamaShape) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from closeranks.core.errors import ModelError
 from closeranks.core.protocols import ActivationCollectives, Batch, Loss, PipelineSpec, ShardingRule
-from closeranks.facts.shapes.llama import LlamaShape, flops_per_token, unit_costs
+from closeranks.facts.shapes.llama import LlamaShape, flops_per_token, recompute_flops_per_token, unit_costs
 from closeranks.models.batches import batch_tensor
 from closeranks.models.config import LlamaConfig
 from closeranks.models.llama.document_mask import DocumentAttention, target_mask
@@ -45,6 +45,9 @@ class LlamaSpec:
         self.sharding_rules = SHARDING_RULES
         self.activation_collectives = ACTIVATION_COLLECTIVES
         self.pipeline_spec: PipelineSpec | None = LlamaPipelineSpec(self.shape, seq_len)
+
+    def recompute_flops_per_item(self, recompute: str, keep: Collection[str]) -> float:
+        return recompute_flops_per_token(self.shape, self.items_per_sample, recompute, keep)
 
     def build(self) -> nn.Module:
         return Llama(

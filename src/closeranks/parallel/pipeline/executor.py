@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from closeranks.core.phases import BACKWARD, phase
 from closeranks.facts.layout import Layout
 from closeranks.facts.pipeline.programs import PipelineInstruction, PipelineProgram, program_for
 from closeranks.parallel.pipeline.fsdp_split_backward import finish_fsdp_backward, suspend_fsdp_hooks, unshard
@@ -303,9 +304,10 @@ class _Run:
     def _reducing(self, at: PipelineInstruction) -> Iterator[None]:
         """Wraps every computation that adds to gradients of a stage."""
         local = self._local[at.stage]
-        self._callbacks.begin_backward(local, is_last=at == self._last[at.stage])
-        yield
-        self._callbacks.end_backward(local)
+        with phase(BACKWARD):
+            self._callbacks.begin_backward(local, is_last=at == self._last[at.stage])
+            yield
+            self._callbacks.end_backward(local)
 
     # Messages; a boundary between stages has the number of the stage before it
 

@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
+from closeranks.core.phases import phase
+from closeranks.core.traffic import count_sent
 from closeranks.parallel.process_group import RankGroup
 
 Direction = Literal["forward", "backward"]
 
+RECEIVE, SEND = "pipeline.receive", "pipeline.send"
 MAX_SENDS_IN_FLIGHT = 8
 """Sends in flight before the oldest is waited for: enough to hide the latency of one, few enough to bound memory."""
 
@@ -122,7 +125,8 @@ class P2PChannel:
         key = (boundary, signature)
         if key not in self._metas:
             message = self._start(dist.irecv, self._empty((_HEADER,), torch.int64), peer, boundary)
-            message.work.wait()
+            with phase(RECEIVE):
+                message.work.wait()
             self._metas[key] = HiddenStateMeta.decode(message.tensor.tolist())
         return self._metas[key]
 
@@ -138,21 +142,26 @@ class P2PChannel:
     def wait_receive(self, key: MessageKey) -> Tensor:
         """Wait for a posted receive (on CUDA the stream waits, not the host); returns a leaf of autograd."""
         message = self._posted.pop(key)
-        message.work.wait()
+        with phase(RECEIVE):
+            message.work.wait()
         return message.tensor.requires_grad_(message.wants_gradient)
 
     def wait_all(self) -> None:
         """Wait for all sends in flight."""
-        while self._in_flight:
-            self._in_flight.popleft().work.wait()
+        with phase(SEND):
+            while self._in_flight:
+                self._in_flight.popleft().work.wait()
 
     def _track(self, message: _Message) -> None:
         self._in_flight.append(message)
-        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
-            self._in_flight.popleft().work.wait()
+        with phase(SEND):
+            while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
+                self._in_flight.popleft().work.wait()
 
     def _start(self, act: object, tensor: Tensor, peer: int, tag: int) -> _Message:
         op = dist.P2POp(act, tensor, group=self.group.process_group, tag=tag, group_peer=peer)  # type: ignore[arg-type]
+        if act is dist.isend:
+            count_sent(SEND, tensor.nbytes)
         (work,) = dist.batch_isend_irecv([op])
         return _Message(work, tensor)
 

@@ -19,8 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
+from closeranks.core.phases import phase
+from closeranks.core.traffic import RingOperation, count_collective
 from closeranks.parallel.process_group import RankGroup
 
+_PHASES: dict[RingOperation, str] = {
+    "all-reduce": "tensor.all_reduce",
+    "all-gather": "tensor.all_gather",
+    "reduce-scatter": "tensor.reduce_scatter",
+}
 SEQUENCE = 1
 """The dim of activations [batch, positions, features] that ``all_gather`` concatenates and ``reduce_scatter``
 splits."""
@@ -43,20 +50,20 @@ class TensorAxisGroup:
         return cls(group.rank, group.size, process_group.group_name)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return _all_reduce(tensor, "sum", self.name)
+        return _all_reduce(tensor, "sum", self.size, self.name)
 
     def max(self, tensor: Tensor) -> Tensor:
-        return _all_reduce(tensor, "max", self.name)
+        return _all_reduce(tensor, "max", self.size, self.name)
 
 
 def copy(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """Identity in forward, for a tensor that every rank reads whole; the gradient is all-reduced."""
-    return _apply(_Copy, tensor, axis.name)
+    return _apply(_Copy, tensor, axis.size, axis.name)
 
 
 def all_reduce(tensor: Tensor, axis: TensorAxisGroup) -> Tensor:
     """All-reduce partial sums: every rank gets the total. Identity in backward."""
-    return _apply(_Sum, tensor, axis.name)
+    return _apply(_Sum, tensor, axis.size, axis.name)
 
 
 def all_gather(tensor: Tensor, axis: TensorAxisGroup, dim: int = SEQUENCE) -> Tensor:
@@ -87,6 +94,11 @@ ACTIVATION_COLLECTIVES: dict[str, Callable[[Tensor, TensorAxisGroup], Tensor]] =
 """By the names that ``core.protocols.ActivationCollectives`` uses."""
 
 
+BLOCKING = {"_all_reduce": "all_reduce", "_all_gather": "all_gather", "_reduce_scatter": "reduce_scatter"}
+"""The functions of this module that issue a collective and wait for it (their last argument is the name of the group):
+who records collectives replaces them."""
+
+
 _functional = torch.library.Library("_c10d_functional", "IMPL")
 
 
@@ -113,23 +125,23 @@ def _apply(function: Any, *arguments: Any) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        ctx.axis = name  # not ``name``: that is the node's own method
+    def forward(ctx: Any, tensor: Tensor, size: int, name: str) -> Tensor:
+        ctx.arguments = (size, name)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradients[0], "sum", ctx.axis), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_reduce(gradients[0], "sum", *ctx.arguments), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        return _all_reduce(tensor, "sum", name)
+    def forward(ctx: Any, tensor: Tensor, size: int, name: str) -> Tensor:
+        return _all_reduce(tensor, "sum", size, name)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -167,14 +179,16 @@ class _Whole(torch.autograd.Function):
         return gradients[0].narrow(-1, rank * width, width), None, None, None
 
 
-def _all_reduce(tensor: Tensor, operation: str, name: str) -> Tensor:
+def _all_reduce(tensor: Tensor, operation: str, size: int, name: str) -> Tensor:
     """Out of place: the input may have other readers (a gradient is read by several nodes of the graph)."""
-    return _arrived(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, name))
+    summed = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, name)
+    return _arrived(summed, "all-reduce", size, tensor)
 
 
 def _all_gather(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
     """The collective concatenates along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
-    shards = _arrived(torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name))
+    shards = torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, name)
+    shards = _arrived(shards, "all-gather", size, shards)
     if dim == 0:
         return shards
     parted: Tensor = shards.unflatten(0, (size, tensor.shape[0]))
@@ -185,10 +199,18 @@ def _reduce_scatter(tensor: Tensor, dim: int, size: int, name: str) -> Tensor:
     """The collective splits along dim 0; any other dim costs one copy, unless the dims before it have size 1."""
     if dim:
         tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).flatten(0, 1)
-    return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", size, name))
+    scattered = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", size, name)
+    return _arrived(scattered, "reduce-scatter", size, tensor)
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    """Wait for the collective: the current stream waits, not the host (with Gloo the host does)."""
-    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+def _arrived(tensor: Tensor, operation: RingOperation, size: int, whole: Tensor) -> Tensor:
+    """Wait for the collective: the current stream waits, not the host (with Gloo the host does). In compiled code it is
+    neither timed nor counted. ``whole``: as ``count_collective`` wants it."""
+    arrived: Tensor
+    if torch.compiler.is_compiling():
+        arrived = torch.ops._c10d_functional.wait_tensor(tensor)
+    else:
+        count_collective("tensor", operation, size, whole)
+        with phase(_PHASES[operation]):
+            arrived = torch.ops._c10d_functional.wait_tensor(tensor)
     return arrived

@@ -45,6 +45,8 @@ from closeranks.run.components.gradient_sync import GradientSync
 from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
+from closeranks.run.components.resource_use import MemoryRecorder, ResourceUse
+from closeranks.run.components.step_phases import PhaseRecorder
 from closeranks.run.components.unused_parameters import UnusedParameters
 from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.job import Job, check_workers, layout_for, micro_batch_size, profile_warning
@@ -53,6 +55,7 @@ from closeranks.run.step.engine import Engine
 from closeranks.run.step.step_timer import StepTimer, make_stopwatch
 from closeranks.run.worker import excepthook, generation_cache
 from closeranks.run.worker.agent_client import current_agent_client, current_link
+from closeranks.run.worker.collective_hooks import label_groups
 from closeranks.run.worker.rendezvous import make_store
 from closeranks.sync.local_sgd import replica_groups
 from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
@@ -63,6 +66,7 @@ from closeranks.sync.reducers.bucket_tuning import (
     gradient_bytes,
     tune_bucket_size,
 )
+from closeranks.telemetry.config import TelemetryConfig
 
 
 def choose_bucket_size(
@@ -121,6 +125,7 @@ def build(
     hook = sys.excepthook
     with track_sockets():
         world_group = open_world_group(world, device, lambda: make_store(world, current_link()), job.run.timeout_s)
+    label_groups(world_group.group)
     excepthook.replace_torch_hook(hook, world.size)
     try:
         planned = planned or _plan(job, world, inputs, find_history(world_group.group))
@@ -160,6 +165,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     measured_flops = generation_cache.matmul_flops(device, precision.compute)
     with track_sockets():
         groups = open_mesh_groups(world_group.group, layout, device, job.run.timeout_s, num_replicas)
+    label_groups(groups.world, groups)
     world_group.closers.append(groups.close)
     grouping = ParameterGrouping(job.optim)
     applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=grouping.assign_groups)
@@ -199,6 +205,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
         unused,
     ]
     components = Components(one for one in own if one is not None)
+    add_recorders(components, job.telemetry, world, model, reducer)
     vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, batches, vote, components)
     identity = _identity(job, inputs.source, batches)
@@ -283,6 +290,17 @@ def make_unused_parameters(
         num_steps=num_steps,
         absent=reducer.unused_parameters,
     )
+
+
+def add_recorders(
+    components: Components, telemetry: TelemetryConfig, world: World, model: Model, reducer: Reducer
+) -> None:
+    """What is measured of the steps and of the resources that they use."""
+    if telemetry.phases:
+        components.add(PhaseRecorder(model.device, telemetry))
+    if telemetry.sample_s:
+        components.add(ResourceUse(world, model.device, telemetry.sample_s))
+        components.add(MemoryRecorder(components, model, reducer))
 
 
 def make_step_timer(

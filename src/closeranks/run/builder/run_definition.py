@@ -17,7 +17,7 @@ from closeranks.data.sources.user import as_source
 from closeranks.models.build import spec_for
 from closeranks.models.user import UserSpec
 from closeranks.run.builder.build import RunInputs
-from closeranks.run.hooks import Hook, TensorBoard
+from closeranks.run.hooks import Hook
 from closeranks.run.job.job import Job, check_vocabulary, load_job
 from closeranks.run.worker import excepthook, generation_cache
 
@@ -86,8 +86,8 @@ def from_python(
 
 
 def make_hooks(job: Job) -> list[Hook]:
-    """The hooks a job asks for: TensorBoard, and the user's own by dotted name."""
-    hooks: list[Hook] = [TensorBoard()] if job.telemetry.tensorboard else []
+    """The user's own hooks, which a job names."""
+    hooks: list[Hook] = []
     for path in job.run.hooks:
         hook = load_object(path, place="run.hooks")()
         if not isinstance(hook, Hook):

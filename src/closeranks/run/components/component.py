@@ -13,6 +13,7 @@ in the order of the list in ``run.builder.build``, which is the same on every ra
     after_update     this rank's parameters are updated, no other rank has them yet
     end              distribute them to the ranks that need them, drop the gradients
     settled          the host has read the verdict; on an accelerator that is one step later
+    ended            no step follows
 
 [Note: state of a component] ``tensors`` lists the tensors to save, ``tree`` returns everything else as JSON values, and
 ``restore`` reads both back from a state that any layout may have written. What is listed is copied into host memory for
@@ -82,6 +83,9 @@ class Component:
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None: ...
 
+    def ended(self, num_done: int, emit: Callable[[Event], None]) -> None:
+        """The run ends, or this generation of it; ``num_done`` steps are finished."""
+
     # State, see [Note: state of a component].
 
     def tensors(self) -> Iterable[StateTensor]:
@@ -101,6 +105,10 @@ class Component:
 
     def weights_loaded(self) -> None:
         """The weights were replaced by those of a file, and the run starts from them."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of host memory that it holds beside its state, by kind."""
+        return {}
 
     # Around an evaluation, which may use other weights than those being trained (an EMA).
 

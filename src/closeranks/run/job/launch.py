@@ -20,17 +20,19 @@ from closeranks.agent.config import AgentConfig
 from closeranks.agent.job.job_controller import OnTick
 from closeranks.agent.job_view import JobView
 from closeranks.agent.launch_plan import JobOutcome, LaunchPlan, RecoverySettings, ResizedLaunch
-from closeranks.agent.transport.address import parse_listen
 from closeranks.agent.transport.host_connections import JoinEndpoint
 from closeranks.agent.transport.token import leader_token
 from closeranks.core.errors import ENDINGS, CloseranksError, ConfigError, Problem, SetupError, UserError
-from closeranks.core.events import Event, RunStarted, Saved, Warned, decode
+from closeranks.core.events import Event, Launched, LaunchEnded, RunStarted, Saved, Warned, decode
 from closeranks.core.registry import is_import_path
+from closeranks.core.system.address import parse_listen
 from closeranks.core.system.environment import child_environment, detect_world, job_token, num_gpus, thread_limit
 from closeranks.core.system.network_interfaces import WILDCARDS, own_address
+from closeranks.core.system.process_age import process_age_s
 from closeranks.core.system.process_title import set_title
 from closeranks.core.tracebacks import display_path
 from closeranks.core.world import World
+from closeranks.facts.prices import PriceTable, load_prices
 from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.job import Job, check_workers, layout_for, load_job
 from closeranks.run.job.ownership import OwnedRunFolder, check_owned, owned_run_folder
@@ -101,6 +103,7 @@ def _training_launch(
         agent=_reachable(job.agent, hosts),
         threads=job.run.threads,
         log_every=job.telemetry.log_every,
+        prices=load_prices(job.telemetry.prices),
         report=job.telemetry.report,
         command=command,
         hosts=hosts,
@@ -226,6 +229,7 @@ class _Launch:
     agent: AgentConfig = field(default_factory=AgentConfig)
     threads: int = 0
     log_every: int = 10
+    prices: PriceTable | None = None
     report: bool = True
     command: tuple[str, tuple[str, ...]] = ("", ())
     must_finish: bool = True
@@ -258,7 +262,7 @@ def _start(launch: _Launch, num_workers: int) -> None:
     )
     failure = ""
     set_title("agent", str(launch.folder))
-    with ProgressDisplay(Console(), log_every=launch.log_every) as progress:
+    with ProgressDisplay(Console(), log_every=launch.log_every, prices=launch.prices) as progress:
         display = _Display(progress, launch.folder)
         try:
             plan = replace(plan, join_endpoint=_join_endpoint(launch, progress.print_line))
@@ -332,7 +336,7 @@ class _Display:
         self.has_begun = False
         """Whether a run started, rather than being refused."""
         self._agent: Agent | None = None
-        self._has_moved = False
+        self._has_moved = self._has_noted_launch = False
         self._status = StatusUpdater(folder, progress.print_line)
         self._agent_log: EventRecorder | None = None
 
@@ -350,6 +354,8 @@ class _Display:
             ending = outcome.reason
             return outcome
         finally:
+            if self._has_noted_launch:
+                self._tell(LaunchEnded(ending))
             self._status.finish(ending)
             if self._agent_log is not None:
                 self._agent_log.close()
@@ -360,14 +366,26 @@ class _Display:
             return
         if rank == 0:
             self.has_begun = True
-            if isinstance(event, RunStarted) and event.folder:
-                self._move(Path(display_path(event.folder)))
+            if isinstance(event, RunStarted):
+                if event.folder:
+                    self._move(Path(display_path(event.folder)))
+                self._note_launch()
             elif isinstance(event, Saved):
                 self.saved = event.path
         else:
             self._record(event)
         self._status.handle(event)
         self._progress.handle(event)
+
+    def _note_launch(self) -> None:
+        """Record once when this command was started: what its start-up costs is known to nobody else."""
+        if not self._has_noted_launch:
+            self._has_noted_launch = True
+            self._tell(Launched(process_age_s()))
+
+    def _tell(self, event: Event) -> None:
+        self._record(event)
+        self._status.handle(event)
 
     def _move(self, folder: Path) -> None:
         """A script's session has named its folder: everything written so far is moved there. A second session of the
@@ -417,8 +435,16 @@ def _write_report(launch: _Launch, folder: Path, failure: str) -> None:
     """Write the plot and the report from the run folder alone. A run that recorded nothing gets neither."""
     if not launch.report:
         return
+    from closeranks.run.diagnosis import findings_section
     from closeranks.telemetry.reports.pages import write_pages
 
     job_file, overrides = launch.command
-    print_line = Console(soft_wrap=True, highlight=False).print
-    write_pages(folder, print_line, job_file=job_file, overrides=overrides, failure=failure, is_script=not job_file)
+    write_pages(
+        folder,
+        Console(soft_wrap=True, highlight=False).print,
+        job_file=job_file,
+        overrides=overrides,
+        failure=failure,
+        is_script=not job_file,
+        findings=findings_section,
+    )

@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 
 from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import DataError, Problem
+from closeranks.facts.prices import load_prices
 from closeranks.run.job.job import Job
 
-_KEYS = ("path", "eval_path", "weights")
+_KEYS = ("path", "eval_path", "weights", "prices")
 T = TypeVar("T", bound=ConfigTable)
 
 
 def resolve_paths(job: Job, job_file: Path) -> Job:
-    """The job with resolved paths of data and weights: those that exist only beside its file become absolute."""
+    """The job with resolved paths of data, weights and prices: those only beside its file become absolute."""
     folder = job_file.parent
-    checkpoint, data = _located(job.checkpoint, folder), _located(job.data, folder)
-    return job.model_copy(update={"checkpoint": checkpoint, "data": data})
+    tables = {"checkpoint": job.checkpoint, "data": job.data, "telemetry": job.telemetry}
+    return job.model_copy(update={name: _located(table, folder) for name, table in tables.items()})
 
 
 def resolve_existing_paths(job: Job, job_file: Path) -> Job:
@@ -30,6 +31,7 @@ def resolve_existing_paths(job: Job, job_file: Path) -> Job:
     job = resolve_paths(job, job_file)
     for problem in missing_paths(job, job_file):
         raise DataError(f"{problem.place}: {problem.what}", problem.fix)
+    load_prices(job.telemetry.prices)  # refused now, and not when the first step has a cost
     return job
 
 
@@ -40,7 +42,7 @@ def missing_paths(job: Job, job_file: Path) -> list[Problem]:
         places += f", nor beside the job file in {job_file.parent.resolve()}"
     lost = [
         (key, value)
-        for table, prefix in ((job.data, "data"), (job.checkpoint, "checkpoint"))
+        for table, prefix in ((job.data, "data"), (job.checkpoint, "checkpoint"), (job.telemetry, "telemetry"))
         for key, value in _named(table, prefix)
         if _is_relative(value) and not _is_there(Path(value))
     ]

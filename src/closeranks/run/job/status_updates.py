@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING
 from closeranks.agent.detection.progress import PHASE_WORDS
 from closeranks.agent.job_view import JobView, WorkerView
 from closeranks.core.events import (
+    Evaluated,
     Event,
     HostChanged,
     RankLost,
     RanksClosed,
     RunStarted,
+    Saved,
     SaveFailed,
     SlowRank,
     Snapshotting,
+    Standstill,
     StepDone,
     Warned,
 )
+from closeranks.telemetry.goodput.live_account import LiveAccount
 from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.status import (
     HostStatus,
@@ -34,9 +38,11 @@ from closeranks.telemetry.live.status import (
     StatusEvent,
     StatusWriter,
     WorkerStatus,
+    read_status,
     resident_bytes,
     this_process,
 )
+from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -64,6 +70,10 @@ class StatusUpdater:
         self._happened: deque[StatusEvent] = deque(maxlen=_EVENTS_KEPT)
         self._view = JobView(0.0, "starting", 0, 0, (), (), (), 0)
         self._is_held = RunFolder(folder).status.exists()
+        self._started = RunStarted()
+        self._meter = ThroughputMeter(self._started)
+        self._reading: MeterReading | None = None
+        self._account = _account_after(folder)
 
     def set_folder(self, folder: Path) -> None:
         """A script's session writes to another folder than the one that was prepared."""
@@ -72,14 +82,19 @@ class StatusUpdater:
                 with suppress(OSError):
                     RunFolder(self._folder).status.unlink(missing_ok=True)
             self._folder, self._writer = folder, StatusWriter(folder, on_problem=self._on_problem)
+            self._account = _account_after(folder)
 
     def handle(self, event: Event) -> None:
+        self._account.add(time.time(), event)
         match event:
             case RunStarted():
-                self._is_held = False
-                self._num_steps, self._step = event.last_step, event.first_step
+                self._begin(event)
             case StepDone():
-                self._step = event.step
+                self._step, self._reading = event.step, self._meter.observe(event)
+            case Evaluated():
+                self._meter.pause(event.seconds)
+            case Saved():
+                self._meter.pause(event.stall_s)
             case Snapshotting():
                 self._snapshot_every = event.every
             case RankLost():
@@ -88,15 +103,27 @@ class StatusUpdater:
             case RanksClosed():
                 lost, self._lost = self._lost, None
                 if lost is not None:
+                    self._meter.lose(lost.detected_s + event.seconds)
                     self._note(event_lines.closed_line(lost, event, self._num_before or event.world_size))
             case SlowRank():
                 self._note(event_lines.slow_line(event))
+            case Standstill():
+                self._note(event_lines.standstill_lines(event)[0])
             case HostChanged():
                 self._note(event_lines.host_line(event))
             case SaveFailed():
                 self._note(event_lines.save_failed_line(event))
             case Warned():
                 self._note(event_lines.warned_line(event))
+
+    def _begin(self, started: RunStarted) -> None:
+        self._is_held = False
+        self._num_steps, self._step = started.last_step, started.first_step
+        if started.generation:
+            self._meter.start_generation(started)
+        else:
+            self._meter = ThroughputMeter(started)
+        self._started = started
 
     def update(self, view: JobView) -> float:
         """One tick of the agent; returns when, on the monotonic clock, the next one is needed at the latest."""
@@ -143,6 +170,11 @@ class StatusUpdater:
             happened=happened,
             snapshot_every=self._snapshot_every,
             snapshot_bytes=view.snapshot_bytes,
+            device=self._started.device if self._started.last_step else "",
+            item=self._started.item,
+            eta_s=self._reading.eta_s if self._reading else None,
+            eta_error_s=self._reading.eta_error_s if self._reading else None,
+            account=self._account.account(),
         )
 
     def _note(self, text: str) -> None:
@@ -153,6 +185,12 @@ class StatusUpdater:
         lost, self._lost = self._lost, None
         if lost is not None:
             self._note(event_lines.lost_words(lost))
+
+
+def _account_after(folder: Path) -> LiveAccount:
+    """Continues the account of earlier commands in this folder."""
+    before = read_status(folder)
+    return LiveAccount(before.account, before.step) if before is not None else LiveAccount()
 
 
 def _worker(worker: WorkerView) -> WorkerStatus:

@@ -76,6 +76,8 @@ class SessionSnapshots(Component):
         self._first = self._begun = self._done = restored.start_point.step
         self._sealed = -1
         self._is_warned = False
+        self._closed_bytes = 0
+        """Of the snapshots when they were closed."""
         self._stepped_at, self._lost_s = 0.0, 0.0
         self._num_results, self._has_decided = 0, False
         self._steps, self._stalls, self._lates, self._sends = (list[float]() for _ in range(4))
@@ -152,6 +154,7 @@ class SessionSnapshots(Component):
 
     def close(self) -> None:
         if self._writer is not None:
+            self._closed_bytes = self._writer.num_bytes
             self._writer.close()
 
     def _snapshot(self, writer: SnapshotWriter, step: int) -> list[Snapshot]:
@@ -226,6 +229,9 @@ class SessionSnapshots(Component):
             if self._context.world.is_lead:
                 every = max(self._every, self._sync_schedule.sync_interval)
                 self._emit(Snapshotting(step, every, writer.num_bytes, cost_s, self.redundancy))
+
+    def memory(self) -> Mapping[str, int]:
+        return {} if self._writer is None else {"snapshots": self._closed_bytes or self._writer.num_bytes}
 
     @property
     def redundancy(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from closeranks.agent.detection.progress import WorkerPhase
+from closeranks.core import phases
 from closeranks.core.errors import UserError
 from closeranks.core.protocols import Batch, Loss
 from closeranks.core.requests import RunRequest
@@ -87,7 +88,7 @@ class Step:
         scaled = self._scale_loss(micro_batch, loss)
         for before in self._phases["before_backward"]:
             before(micro_batch)
-        with torch.autocast(self._model.device.type, enabled=False):
+        with phases.phase(phases.BACKWARD), torch.autocast(self._model.device.type, enabled=False):
             reducer.begin_backward(is_last=self._num_taken == len(self._assigned))
             scaled.backward()
             reducer.end_backward()

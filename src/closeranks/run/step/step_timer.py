@@ -30,9 +30,27 @@ from typing import Any, Protocol
 import torch
 
 from closeranks.agent.detection.progress import WorkerPhase
+from closeranks.core import phases
 from closeranks.core.system.linux import ThreadClock
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient
 
+_PHASES = {
+    WorkerPhase.START: phases.OTHER,
+    WorkerPhase.HOOK: phases.USER_CODE,
+    WorkerPhase.DATA: phases.DATA,
+    WorkerPhase.COMPILE: phases.COMPILE,
+    WorkerPhase.COMPUTE: phases.FORWARD,
+    WorkerPhase.REDUCE: phases.OPTIMIZER,
+    WorkerPhase.SNAPSHOT: phases.SNAPSHOT,
+    WorkerPhase.VOTE: phases.VOTE,
+    WorkerPhase.UPDATE: phases.OPTIMIZER,
+    WorkerPhase.OUTER_STEP: phases.OUTER_STEP,
+    WorkerPhase.EVALUATE: phases.EVALUATION,
+    WorkerPhase.SAVE: phases.SAVE,
+    WorkerPhase.END: phases.OTHER,
+}
+"""The phase of the clock in which each phase of progress begins. Waiting for the reduction is a phase of its own; the
+rest of it, the gradient norm, is the optimizer's."""
 _NUM_TIMES = 1000
 """Steps for which a rank keeps its own compute time."""
 
@@ -146,18 +164,23 @@ class StepTimer:
         self.enter_phase(WorkerPhase.HOOK)
 
     def enter_phase(self, phase: WorkerPhase) -> None:
-        self._phase = phase
-        self._agent_client.progress(self._step, phase)
+        phases.switch(_PHASES[phase])
+        self._publish(phase)
 
     @contextmanager
     def in_phase(self, phase: WorkerPhase) -> Iterator[None]:
         """A phase nested in another: hooks, a compiler."""
         outer = self._phase
-        self.enter_phase(phase)
+        self._publish(phase)
         try:
-            yield
+            with phases.phase(_PHASES[phase]):
+                yield
         finally:
-            self.enter_phase(outer)
+            self._publish(outer)
+
+    def _publish(self, phase: WorkerPhase) -> None:
+        self._phase = phase
+        self._agent_client.progress(self._step, phase)
 
     def start(self) -> None:
         self.enter_phase(WorkerPhase.COMPUTE)

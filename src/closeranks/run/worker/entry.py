@@ -20,10 +20,13 @@ import numpy.ma  # noqa: F401
 from closeranks.agent.workers.worker_link import WorkerLink
 from closeranks.core.errors import ENDINGS, Interrupted
 from closeranks.core.system.environment import detect_world
+from closeranks.facts.prices import load_prices
+from closeranks.run.diagnosis import findings_section
 from closeranks.run.job.job import Job
 from closeranks.run.loop import run_session, train_job
 from closeranks.run.session import Session
 from closeranks.run.worker.agent_client import StandaloneClient, configure_worker
+from closeranks.run.worker.collective_hooks import record_collectives
 from closeranks.run.worker.error_output import ReportTurn, describe_failure, print_error, report_turn
 from closeranks.run.worker.generation_cache import load_payload
 from closeranks.run.worker.rendezvous import count_failure, wait_for_all_ranks
@@ -34,6 +37,7 @@ from closeranks.telemetry.reports.pages import write_pages
 def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Train the job of the payload in the folder that the command line prepared."""
     configure_worker(link=link)
+    record_collectives()
     load_payload(payload)
     train_job(Job.model_validate(payload["job"]), Path(payload["folder"]).absolute())
     return 0
@@ -42,6 +46,7 @@ def train_entry(payload: dict[str, Any], link: WorkerLink) -> int:
 def script_entry(payload: dict[str, Any], link: WorkerLink) -> int:
     """Run a user's script as ``python script.py args`` would; its sessions use this worker's world."""
     configure_worker(link=link, folder=Path(payload["folder"]))
+    record_collectives()
     load_payload(payload)
     sys.argv = [payload["script"], *payload["args"]]
     sys.path.insert(0, str(Path(payload["script"]).resolve().parent))
@@ -81,7 +86,7 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
     the launcher would kill rank 0 before it has written the report.
     """
     world, failure, session = detect_world(), "", None
-    with ProgressDisplay(log_every=job.telemetry.log_every) as progress:
+    with ProgressDisplay(log_every=job.telemetry.log_every, prices=load_prices(job.telemetry.prices)) as progress:
         client = StandaloneClient(progress.handle)
         configure_worker(agent_client=client)
         try:
@@ -97,7 +102,12 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
         finally:
             if session and world.is_lead and job.telemetry.report:
                 write_pages(
-                    session.folder, progress.print_line, job_file=job_file, overrides=overrides, failure=failure
+                    session.folder,
+                    progress.print_line,
+                    job_file=job_file,
+                    overrides=overrides,
+                    failure=failure,
+                    findings=findings_section,
                 )
     if not world.is_lead or result.reason != "drained":
         return 0

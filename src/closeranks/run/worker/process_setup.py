@@ -19,9 +19,11 @@ import torch.utils.deterministic
 
 from closeranks import __version__
 from closeranks.core.events import RunStarted
+from closeranks.core.protocols import ModelSpec, RecomputeFlops
 from closeranks.core.system.environment import bind_gloo, fix_cublas_workspace, thread_limit
 from closeranks.core.system.fork_safety import close_in_children
 from closeranks.core.system.network_interfaces import interface_of
+from closeranks.core.system.process_age import process_age_s
 from closeranks.core.system.stdio import ignore_broken_pipes
 from closeranks.core.world import World
 from closeranks.facts.devices import datasheet_flops
@@ -29,7 +31,7 @@ from closeranks.optim.lr_scaling import describe_lr_scaling
 from closeranks.run.job.job import Job
 from closeranks.run.step.engine import Engine
 from closeranks.run.worker.agent_client import current_link
-from closeranks.telemetry.device import device_name
+from closeranks.telemetry.device import device_memory_bytes, device_name
 
 
 def prepare_process(job: Job, world: World) -> None:
@@ -68,6 +70,15 @@ def _num_cores() -> int:
     return torch.get_num_threads()
 
 
+def _hardware_flops(job: Job, spec: ModelSpec) -> float:
+    """The model's FLOPs per item, and what recompute repeats of them; 0 where that is not known."""
+    if job.train.recompute == "none" or not spec.blocks:
+        return spec.flops_per_item
+    if not isinstance(spec, RecomputeFlops):
+        return 0.0
+    return spec.flops_per_item + spec.recompute_flops_per_item(job.train.recompute, job.train.recompute_keep)
+
+
 def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, folder: Path) -> RunStarted:
     """``known``: fields that were measured while the run was built."""
     context, model = engine.context, engine.model
@@ -83,6 +94,7 @@ def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, fol
         last_step=context.schedule.num_steps,
         layout=str(layout) if is_sharded else "",
         device=name,
+        device_memory_bytes=device_memory_bytes(context.device, context.world.local_size),
         precision=model.precision.name,
         num_params=model.applied.num_params,
         num_trainable=model.applied.num_trainable,
@@ -92,6 +104,8 @@ def started_event(engine: Engine, known: Mapping[str, Any], first_step: int, fol
         versions={"closeranks": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         folder=str(folder),
         rate=describe_lr_scaling(context.job.optim, context.job.train.global_batch, context.schedule.num_steps),
+        hardware_flops_per_item=_hardware_flops(context.job, model.spec),
+        process_s=process_age_s(),
         global_batch=context.schedule.global_batch,
         micro_batch=context.schedule.micro_batch,
         **fields,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from closeranks.core.events import Event, RunEnded, encode
 from closeranks.core.world import World
+from closeranks.facts.prices import load_prices
+from closeranks.run.diagnosis import findings_section
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient, current_agent_client
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.live.progress import ProgressDisplay
@@ -38,7 +40,7 @@ def standalone_client(folder: Path, telemetry: TelemetryConfig, world: World) ->
 class _ProgressOutput:
     def __init__(self, folder: Path, telemetry: TelemetryConfig) -> None:
         self._folder, self._telemetry = folder, telemetry
-        self._progress = ProgressDisplay(log_every=telemetry.log_every)
+        self._progress = ProgressDisplay(log_every=telemetry.log_every, prices=load_prices(telemetry.prices))
 
     def handle(self, event: Event) -> None:
         self._progress.handle(event)
@@ -46,4 +48,6 @@ class _ProgressOutput:
             return
         self._progress.close()
         if self._telemetry.report:
-            write_pages(self._folder, self._progress.print_line, is_script=True, in_thread=True)
+            write_pages(
+                self._folder, self._progress.print_line, is_script=True, findings=findings_section, in_thread=True
+            )

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from closeranks.sync.collectives.async_reductions import PendingWork
+from closeranks.core.phases import PendingWork
 from closeranks.sync.collectives.torch_compat import all_gather_flat
 from closeranks.sync.reducers.local_parameters import CommGroup
 

@@ -13,14 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class PendingWork(Protocol):
-    """A pending collective, or several: the part of ``dist.Work`` that a reduction needs."""
-
-    def wait(self) -> object: ...
-
+from closeranks.core.phases import PendingWork
 
 AsyncReduction = Iterator[PendingWork]
 

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from closeranks.core.phases import TimedWork
 from closeranks.core.protocols import ErrorFeedbackTensor
+from closeranks.core.traffic import count_collective
 from closeranks.sync.collectives.async_reductions import AsyncReduction
 from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
 from closeranks.sync.collectives.torch_compat import all_gather_flat, reduce_scatter_flat
@@ -86,13 +88,16 @@ class PlainReduction:
 
     def all_reduce(self, flat: Tensor) -> AsyncReduction:
         if self._group.size > 1:
+            count_collective("data", "all-reduce", self._group.size, flat)
             work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
             assert work is not None
-            yield work
+            yield TimedWork(work, "data.all_reduce")
 
     def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         if self._group.size > 1:
-            yield reduce_scatter_flat(arriving, outgoing, group=self._group.process_group, async_op=True)
+            count_collective("data", "reduce-scatter", self._group.size, outgoing)
+            work = reduce_scatter_flat(arriving, outgoing, group=self._group.process_group, async_op=True)
+            yield TimedWork(work, "data.reduce_scatter")
         else:
             arriving.copy_(outgoing)
 
@@ -125,9 +130,11 @@ class HierarchicalReduction:
 
     def all_reduce(self, flat: Tensor) -> AsyncReduction:
         group = self._inside.process_group
-        yield reduce_scatter_flat(self._slice, flat, group=group, async_op=True)
+        count_collective("data", "reduce-scatter", self._inside.size, flat)
+        yield TimedWork(reduce_scatter_flat(self._slice, flat, group=group, async_op=True), "data.reduce_scatter")
         yield from self._across.all_reduce(self._slice)
-        yield all_gather_flat(flat, self._slice, group=group, async_op=True)
+        count_collective("data", "all-gather", self._inside.size, flat)
+        yield TimedWork(all_gather_flat(flat, self._slice, group=group, async_op=True), "data.all_gather")
 
     def reduce_scatter(self, outgoing: Tensor, arriving: Tensor) -> AsyncReduction:
         raise NotImplementedError("a sum of two levels reaches every rank")

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from closeranks.core.phases import TimedWork
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import ErrorFeedbackTensor
 from closeranks.core.seeds import derive_seed
+from closeranks.core.traffic import count_collective
 from closeranks.sync.collectives.async_reductions import AsyncReduction
 from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
 from closeranks.sync.compress.error_feedback import FACTOR, RESIDUAL, StagedTensor, error_feedback_rows
@@ -184,10 +186,11 @@ class PowerSgd:
                 piece = Piece.whole(f"{FACTOR}/{matrix.name}", (1, *q.shape))
                 yield ErrorFeedbackTensor(FACTOR, piece, q.unsqueeze(0), is_saved_here=self._group.rank == 0)
 
-    def _reduce(self, flat: Tensor) -> dist.Work:
+    def _reduce(self, flat: Tensor) -> TimedWork:
+        count_collective("data", "all-reduce", self._group.size, flat)
         work: dist.Work | None = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
         assert work is not None
-        return work
+        return TimedWork(work, "data.all_reduce")
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

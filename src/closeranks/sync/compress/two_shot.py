@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from closeranks.core.phases import TimedWork
 from closeranks.core.protocols import ErrorFeedbackTensor
+from closeranks.core.traffic import count_collective, count_sent
 from closeranks.sync.collectives.all_to_all import all_gather, all_to_all
 from closeranks.sync.collectives.async_reductions import AsyncReduction
 from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
@@ -57,7 +59,8 @@ class TwoShot:
             self._own.zero_padding(self._owed.staged())
         own.copy_(meant)
         codes = torch.empty(self._group.size, code.shape[1], dtype=torch.uint8, device=flat.device)
-        yield all_gather(codes, code.view(-1), self._group)
+        count_collective("data", "all-gather", self._group.size, codes)
+        yield TimedWork(all_gather(codes, code.view(-1), self._group), "data.all_gather")
         for others in self._others:
             rows[others] = self._codec.decode(codes[others], self._share, flat.dtype)
         self._spec.zero_padding(flat)
@@ -76,7 +79,8 @@ class TwoShot:
             self._store_error(rows, codes, self._residual)
         outgoing = codes[0] if len(codes) == 1 else torch.cat(codes)
         arrived = torch.empty_like(outgoing)
-        yield all_to_all(arrived, outgoing, self._group)
+        count_sent("data.all_to_all", outgoing.nbytes)
+        yield TimedWork(all_to_all(arrived, outgoing, self._group), "data.all_to_all")
         own = rows[self._group.rank]
         for part in self._codec.decode(arrived, self._share, rows.dtype):
             own.add_(part)

@@ -23,20 +23,33 @@ from torch.distributed.fsdp import FSDPModule
 
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter
+from closeranks.core.traffic import count_collective
 from closeranks.sync.collectives.async_reductions import run_reduction
 from closeranks.sync.collectives.flat_buffer import FlatBufferSpec, ParameterSpan
 from closeranks.sync.collectives.reductions import FlatReduction, ReductionFactory, plain_reductions
+from closeranks.sync.collectives.torch_compat import reduce_scatter_flat
 from closeranks.sync.reducers.local_parameters import CommGroup
 
 
-class FsdpReduceScatter:
+class CountedReduceScatter:
+    """FSDP2's own ``ReduceScatter``, counted."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        count_collective("data", "reduce-scatter", group.size(), input_tensor)
+        work: dist.Work | None = reduce_scatter_flat(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
+
+
+class FsdpReduceScatter(CountedReduceScatter):
     """FSDP2's ``ReduceScatter``, by a reduction of ours."""
 
     def __init__(self, reduction: FlatReduction) -> None:
         self._reduction = reduction
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -111,6 +124,15 @@ class FsdpReductions:
         self.reductions.append(make(replace(own, numel=own.numel + num_missing)))
         self._sums[-1].append(FsdpAllReduceHook(self.reductions[-1], num_missing))
         part.set_all_reduce_hook(self._sums[-1][-1])
+
+
+def count_fsdp_reductions(part: FSDPModule, replica: CommGroup, *, has_own_reduction: bool) -> None:
+    """Count what FSDP2 itself sends to reduce a unit's gradients; ``has_own_reduction``: a reduction of ours does the
+    last sum, and counts it."""
+    if not has_own_reduction or replica.size > 1:
+        part.set_custom_reduce_scatter(CountedReduceScatter())  # type: ignore[arg-type]  # its class is private
+    if not has_own_reduction and replica.size > 1:
+        part.set_all_reduce_hook(lambda summed: count_collective("data", "all-reduce", replica.size, summed))
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

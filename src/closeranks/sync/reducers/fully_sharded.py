@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from closeranks.core.phases import phase
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import LocalParameter, ParameterShard
 from closeranks.sync.collectives.reductions import CompressibleReducer, FlatReduction, ReductionFactory
-from closeranks.sync.reducers.fsdp_reductions import FsdpReductions, fsdp_modules, fsdp_param_groups
+from closeranks.sync.reducers.fsdp_reductions import (
+    FsdpReductions,
+    count_fsdp_reductions,
+    fsdp_modules,
+    fsdp_param_groups,
+)
 from closeranks.sync.reducers.local_parameters import CommGroup
 from closeranks.sync.reducers.partial_gradients import PartialGradient, sum_partial_gradients
 
@@ -76,9 +82,13 @@ class FullyShardedReducer(CompressibleReducer):
         for part in (part for module in modules for part in fsdp_modules(module)):
             for group in fsdp_param_groups(part):
                 group.post_backward = partial(self._after_backward, group, group.post_backward)
+                group.wait_for_unshard = _timed(group.wait_for_unshard, "data.all_gather")
+                group.finalize_backward = _timed(group.finalize_backward, "data.reduce_scatter")
         self._units: FsdpReductions | None = None
         if reduction_factory is not None:
             self._units = FsdpReductions(modules, self._trained, shard, replica, reduction_factory, is_exact)
+        for part in (part for module in modules for part in fsdp_modules(module)):
+            count_fsdp_reductions(part, replica, has_own_reduction=self._units is not None)
 
     def parameter_shards(self) -> Sequence[ParameterShard]:
         return tuple(share.shard for share in self._shares)
@@ -155,7 +165,8 @@ class FullyShardedReducer(CompressibleReducer):
             gathered = getattr(one, "_unsharded_param", None)
             if one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
                 self._used.add(one.sharded_param)
-        reduce(*unused)
+        with phase("data.reduce_scatter"):
+            reduce(*unused)
 
     def _reductions(self) -> Sequence[FlatReduction]:
         return self._units.reductions if self._units is not None else ()
@@ -181,6 +192,16 @@ class FullyShardedReducer(CompressibleReducer):
                 self._gradients[owner] += self._gradients[number]
                 copies[number] = owner
         return copies
+
+
+def _timed(wait: Callable[..., None], name: str) -> Callable[..., None]:
+    """A method of FSDP2 that waits for a collective, as a phase."""
+
+    def timed(*arguments: Any) -> None:
+        with phase(name):
+            wait(*arguments)
+
+    return timed
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from closeranks.core.phases import phase
+from closeranks.core.traffic import count_collective
+
 
 class PartialGradient(NamedTuple):
     """A gradient, in whatever form its reducer keeps it, and the groups over which to sum it."""
@@ -43,7 +46,9 @@ def _name(group: dist.ProcessGroup | None) -> str:
 
 def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
+    count_collective("partial", "all-reduce", dist.get_world_size(group), flat)
+    with phase("partial.all_reduce"):
+        dist.all_reduce(flat, group=group)
     sums = flat.split([gradient.numel() for gradient in gradients])
     for gradient, total in zip(gradients, sums, strict=True):
         gradient.copy_(total.view(gradient.shape))

@@ -19,8 +19,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from closeranks.core.phases import phase
 from closeranks.core.pieces import Piece
 from closeranks.core.protocols import SEVERAL_STAGES, LocalParameter, ParameterShard
+from closeranks.core.traffic import count_collective
 from closeranks.sync.collectives.async_reductions import AsyncReduction, InFlightReductions
 from closeranks.sync.collectives.flat_buffer import flat_buffer_spec
 from closeranks.sync.collectives.reductions import (
@@ -234,9 +236,12 @@ class ShardedReducer(CompressibleReducer):
         if self._shard.size == 1:
             return
         group = self._shard.process_group
+        for bucket in self._buckets:
+            count_collective("data", "all-gather", self._shard.size, bucket.weights)
         works = [all_gather_flat(b.weights, b.slice, group=group, async_op=True) for b in self._buckets]
-        for work in works:
-            work.wait()
+        with phase("data.all_gather"):
+            for work in works:
+                work.wait()
 
     def release(self) -> None:
         for parameter_shard in self._parameter_shards:

@@ -23,10 +23,12 @@ from closeranks.core.events import (
     SaveFailed,
     SlowRank,
     Snapshotting,
+    Standstill,
     StepDone,
     Warned,
 )
 from closeranks.core.tracebacks import display_path
+from closeranks.facts.devices import is_cpu
 from closeranks.telemetry import formatting
 from closeranks.telemetry.live.throughput import MeterReading
 
@@ -61,6 +63,10 @@ def step_fields(
         fields.append(LineField("mem", formatting.size(done.memory_bytes), drop_order=4))
     if reading.eta_s is not None and done.step < started.last_step:
         fields.append(LineField("eta", formatting.clock(reading.eta_s), drop_order=2))
+        if reading.eta_error_s is not None and reading.eta_error_s >= 1:
+            fields.append(LineField("", f"±{formatting.clock(reading.eta_error_s)}", drop_order=8, gap=" "))
+    if reading.cost:
+        fields.append(LineField("cost", reading.cost, drop_order=3))
     if detail:
         fields += [
             LineField("lr", f"{done.lr:.2e}", drop_order=7),
@@ -77,6 +83,8 @@ def _peak_fields(reading: MeterReading) -> list[LineField]:
     if reading.mfu is None:
         return [] if measured is None else [LineField("peak", measured, drop_order=3)]
     fields = [LineField("mfu", formatting.percent(reading.mfu), drop_order=3)]
+    if reading.hfu is not None:
+        fields.append(LineField("hfu", formatting.percent(reading.hfu), drop_order=7))
     if measured is not None:
         fields.append(LineField("", f"(of measured peak {measured})", drop_order=8, gap=" "))
     return fields
@@ -169,12 +177,6 @@ def _why_no_mfu(started: RunStarted) -> str:
     if started.measured_flops:
         return f"no datasheet for this {device}: share of the measured matmul peak is shown instead of MFU"
     return f"no datasheet for this {device}, so no MFU is shown"
-
-
-def is_cpu(device: str) -> bool:
-    """Whether a device's name is that of a CPU; accelerators are named by vendor and product (NVIDIA H200)."""
-    words = device.lower()
-    return any(word in words for word in ("cpu", "processor", "xeon", "epyc", "ryzen", "core"))
 
 
 def evaluated_line(event: Evaluated) -> str:
@@ -295,6 +297,14 @@ def snapshots_line(event: Snapshotting) -> str:
     where = _COPIES.get(event.copies, f", {event.copies}" if event.copies else "")
     size, cost = formatting.size(event.bytes), formatting.duration(event.cost_s)
     return f"state kept in memory {every} ({size} a rank{where}; {cost} a copy)"
+
+
+def standstill_lines(event: Standstill) -> list[str]:
+    """Who holds up the others and why, then what each rank does."""
+    where = "before the first step" if event.step is None else f"at step {event.step}"
+    who = f"rank {event.rank} {event.cause}" if event.rank >= 0 else event.cause
+    lasted = f"nothing has moved for {formatting.duration(event.seconds)}" if event.seconds else "collectives mismatch"
+    return [f"{lasted} {where}: {who}", *(f"  {line}" for line in event.lines)]
 
 
 def slow_line(event: SlowRank) -> str:

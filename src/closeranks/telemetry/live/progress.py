@@ -34,9 +34,13 @@ from closeranks.core.events import (
     SaveFailed,
     SlowRank,
     Snapshotting,
+    Standstill,
     StepDone,
     Warned,
 )
+from closeranks.core.system.process_age import process_age_s
+from closeranks.facts.prices import PriceTable, load_prices
+from closeranks.telemetry.goodput.run_cost import CostClock
 from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter
 from closeranks.telemetry.run_log.run_history import REGROUPED
@@ -54,10 +58,18 @@ class ProgressDisplay:
     """
 
     def __init__(
-        self, console: Console | None = None, *, log_every: int = 10, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        *,
+        log_every: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+        prices: PriceTable | None = None,
     ) -> None:
         self._console = console if console is not None else Console()
         self._log_every = log_every
+        self._prices = prices if prices is not None else load_prices()
+        self._cost: CostClock | None = None
+        """None if the device has no price."""
         self._clock = clock
         self._live: Live | None = None
         self._drawn_at = -_REDRAW_S
@@ -121,6 +133,8 @@ class ProgressDisplay:
                 self._show_snapshotting(event)
             case SlowRank():
                 self._print_event(event_lines.slow_line(event), style="yellow")
+            case Standstill():
+                self._print_event("\n".join(event_lines.standstill_lines(event)), style="yellow")
             case HostChanged():
                 gone = event.change in ("lost", "quarantined")
                 self._print_event(event_lines.host_line(event), style="yellow" if gone else "")
@@ -161,10 +175,15 @@ class ProgressDisplay:
             whole = replace(started, first_step=self._started.first_step)
             self._started = whole
             self._meter.start_generation(whole)
+            if self._cost is not None:
+                self._cost.resize(whole.world_size)
             return
         self._started = started
         self._meter = ThroughputMeter(started)
         self._began_at = self._clock()
+        # The age of this process, the agent or rank 0: the workers have been paid for since it was started.
+        price, paid_from = self._prices.price_of(started.device), self._began_at - process_age_s()
+        self._cost = CostClock(price, started.world_size, paid_from, self._clock) if price is not None else None
         self.print_line(event_lines.started_line(started))
         if started.sync:
             self.print_line(started.sync)
@@ -174,7 +193,8 @@ class ProgressDisplay:
             self.print_line(shown)
 
     def _step(self, done: StepDone) -> None:
-        self._latest = (done, self._meter.observe(done))
+        reading = self._meter.observe(done)
+        self._latest = (done, reading if self._cost is None else replace(reading, cost=self._cost.words()))
         self._is_latest_shown = False
         if not done.taken:
             self._skipped.add(done.step)
@@ -227,6 +247,7 @@ class ProgressDisplay:
         lost, self._lost = self._lost, None
         num_before, self._num_before = self._num_before, 0
         if lost is not None:
+            self._meter.lose(lost.detected_s + event.seconds)
             self.print_line(event_lines.closed_line(lost, event, num_before or event.world_size), style="bold")
             if self._console.is_interactive:
                 self._is_latest_shown = False

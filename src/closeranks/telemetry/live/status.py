@@ -13,13 +13,15 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from closeranks.core.dataclass_fields import checked_fields
+from closeranks.core.system.linux import boot_id
 from closeranks.core.system.regular_file import read_text
+from closeranks.telemetry.goodput.time_account import TimeAccount
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 _EVERY_S = 0.5
@@ -100,6 +102,16 @@ class RunStatus:
     snapshot_bytes: int = 0
     """Memory that the snapshots take on the agent's host."""
 
+    device: str = ""
+    """The name of the workers' device; empty: not known yet."""
+    item: str = "token"
+    eta_s: float | None = None
+    """Time that the remaining steps will take,"""
+    eta_error_s: float | None = None
+    """and by how much that may be wrong, with a probability of 90%."""
+    account: TimeAccount = field(default_factory=TimeAccount)
+    """Where the time of all workers went since the run began, earlier commands included."""
+
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
@@ -161,7 +173,11 @@ def decode_status(values: Mapping[str, Any]) -> RunStatus:
     own |= {
         name: tuple(kind(**checked_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()
     }
-    status = RunStatus(**{**own, "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {})))})
+    parts = {
+        "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {}))),
+        "account": TimeAccount(**checked_fields(TimeAccount, values.get("account", {}))),
+    }
+    status = RunStatus(**{**own, **parts})
     if not all(0 <= at <= _LATEST for at in (status.at, status.began_at, *(one.at for one in status.happened))):
         raise ValueError("a time in the status is not valid")
     return status
@@ -207,14 +223,14 @@ def status_freshness(status: RunStatus, now: float, is_alive: bool | None) -> St
 
 def this_process() -> StatusProcess:
     pid = os.getpid()
-    return StatusProcess(pid, _born(pid) or 0, socket.gethostname(), _boot())
+    return StatusProcess(pid, _born(pid) or 0, socket.gethostname(), boot_id())
 
 
 def is_alive(writer: StatusProcess) -> bool | None:
     """Whether exactly that process is alive; None if it was on another machine."""
     if writer.host != socket.gethostname():
         return None
-    return writer.boot == _boot() and _born(writer.pid) == writer.born
+    return writer.boot == boot_id() and _born(writer.pid) == writer.born
 
 
 def _born(pid: int) -> int | None:
@@ -225,13 +241,6 @@ def _born(pid: int) -> int | None:
     except OSError:
         return None
     return int(fields[19]) if fields[0] not in "ZX" else None
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def resident_bytes(pid: int | None) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from closeranks.facts.prices import DevicePrice
 from closeranks.telemetry import formatting
+from closeranks.telemetry.goodput.account_text import account_lines
 from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerStatus
 
 
-def status_text(status: RunStatus, freshness: StatusFreshness, now: float) -> str:
+def status_text(status: RunStatus, freshness: StatusFreshness, now: float, price: DevicePrice | None = None) -> str:
     """The whole output of ``closeranks status``."""
     parts = [f"{status.run}: {_first_line(status, freshness, now)}"]
     if freshness in (StatusFreshness.NOW, StatusFreshness.SILENT):
@@ -22,6 +24,8 @@ def status_text(status: RunStatus, freshness: StatusFreshness, now: float) -> st
             "",
             *_table(("host", "workers", "state"), [(h.name, str(h.num_workers), h.state) for h in status.hosts]),
         ]
+    if status.device and (lines := account_lines(status.account, price, status.device, status.item)):
+        parts += ["", *lines]
     if status.happened:
         rows = [f"  {_clock(one.at, now)}  {one.text}" for one in status.happened]
         parts += ["", "last events", *rows]
@@ -54,7 +58,14 @@ def _first_line(status: RunStatus, freshness: StatusFreshness, now: float) -> st
 def _place(status: RunStatus) -> str:
     of = f" of {status.num_steps}" if status.num_steps else ""
     step = f"step {status.step}{of}" if status.step else "no step finished yet"
-    return f"{step}, generation {status.generation}"
+    return f"{step}, generation {status.generation}{_eta(status)}"
+
+
+def _eta(status: RunStatus) -> str:
+    if status.eta_s is None or status.has_ended or status.step >= status.num_steps:
+        return ""
+    error = f" ± {formatting.duration(status.eta_error_s)}" if status.eta_error_s is not None else ""
+    return f", about {formatting.duration(status.eta_s)}{error} to go"
 
 
 def _ago(status: RunStatus, now: float) -> str:

@@ -7,6 +7,7 @@ with the events.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from closeranks.core.events import RunStarted, StepDone
 
 _WINDOW_S = 5.0
 _WINDOW_STEPS = 10
+_TWO_SIDED_90 = 1.645
+"""Standard deviations of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,12 @@ class MeterReading:
     """Share of what a large matrix product reached on this device, times the number of devices."""
     memory_bytes: int
     eta_s: float | None
+    eta_error_s: float | None = None
+    """With a probability of 90% the remaining time differs from ``eta_s`` by no more."""
+    cost: str = ""
+    """What the run has cost since this command began."""
+    hfu: float | None = None
+    """As ``mfu``, counting what is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class Efficiency:
 
     mfu: float | None
     peak_share: float | None
+    hfu: float | None = None
+    """None if nothing is recomputed: it would equal MFU."""
 
 
 def efficiency(started: RunStarted, items_per_s: float) -> Efficiency:
@@ -46,7 +57,10 @@ def efficiency(started: RunStarted, items_per_s: float) -> Efficiency:
     def over(peak: float | None) -> float | None:
         return reached / peak if peak and reached else None
 
-    return Efficiency(over(started.datasheet_flops), over(started.measured_flops))
+    mfu = over(started.datasheet_flops)
+    repeats = started.hardware_flops_per_item > started.flops_per_item > 0
+    hfu = mfu * started.hardware_flops_per_item / started.flops_per_item if mfu and repeats else None
+    return Efficiency(mfu, over(started.measured_flops), hfu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +80,22 @@ class ThroughputMeter:
         self._started = started
         self._window: deque[_Timed] = deque()
         self._items = 0
-        self._seconds = 0.0
+        self._seconds = self._squares = 0.0
         self._num_steps = 0
         self._is_first = True
-        self._pauses_s = 0.0
+        self._pauses_s = self._steps_s = 0.0
+        self._losses_s: list[float] = []
 
     def start_generation(self, started: RunStarted) -> None:
         """Other processes take over. Earlier measurements stay valid unless the number of processes changes."""
         if started.world_size != self._started.world_size:
             self._window.clear()
-            self._items, self._seconds = 0, 0.0
+            self._items, self._seconds, self._squares = 0, 0.0, 0.0
         self._started, self._is_first = started, True
 
     def observe(self, done: StepDone) -> MeterReading:
         self._num_steps += 1
+        self._steps_s += done.seconds
         if not self._is_first:
             self._push(_Timed(done.items, done.seconds))
         self._is_first = False
@@ -93,20 +109,28 @@ class ThroughputMeter:
             peak_share=shares.peak_share,
             memory_bytes=done.memory_bytes,
             eta_s=self._eta(done.step),
+            eta_error_s=self._eta_error(done.step),
+            hfu=shares.hfu,
         )
 
     def pause(self, seconds: float) -> None:
         """An evaluation or a save between two steps, of which more are expected."""
         self._pauses_s += seconds
 
+    def lose(self, seconds: float) -> None:
+        """A fault cost so much time, of which more are expected."""
+        self._losses_s.append(seconds)
+
     def _push(self, step: _Timed) -> None:
         self._window.append(step)
         self._items += step.items
         self._seconds += step.seconds
+        self._squares += step.seconds**2
         while len(self._window) > _WINDOW_STEPS and self._seconds - self._window[0].seconds >= _WINDOW_S:
             oldest = self._window.popleft()
             self._items -= oldest.items
             self._seconds -= oldest.seconds
+            self._squares -= oldest.seconds**2
 
     def _eta(self, step: int) -> float | None:
         remaining = self._started.last_step - step
@@ -115,4 +139,23 @@ class ThroughputMeter:
         if not self._window:
             return None
         step_s = self._seconds / len(self._window)
-        return remaining * (step_s + self._pauses_s / self._num_steps)
+        return remaining * (step_s + self._pauses_s / self._num_steps) * (1 + self._faults_per_s() * self._fault_s())
+
+    def _eta_error(self, step: int) -> float | None:
+        """From the spread of the latest steps, and from the number of faults so far; the two are independent."""
+        remaining, num = self._started.last_step - step, len(self._window)
+        if remaining <= 0 or num < 2:
+            return None
+        mean_s = self._seconds / num
+        variance = max(0.0, self._squares - num * mean_s**2) / (num - 1)
+        steps_variance = variance * (remaining + remaining**2 / num)
+        num_faults = self._faults_per_s() * remaining * mean_s
+        seen = len(self._losses_s)
+        faults_variance = self._fault_s() ** 2 * (num_faults + num_faults**2 / seen) if seen else 0.0
+        return _TWO_SIDED_90 * math.sqrt(steps_variance + faults_variance)
+
+    def _faults_per_s(self) -> float:
+        return len(self._losses_s) / self._steps_s if self._steps_s > 0 else 0.0
+
+    def _fault_s(self) -> float:
+        return sum(self._losses_s) / len(self._losses_s) if self._losses_s else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from closeranks.core.events import HostChanged, Restored, SlowRank
+from closeranks.core.events import HostChanged, Restored, SlowRank, Standstill
 from closeranks.telemetry import formatting
 from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.run_log.fault_history import RunFault, TimedEvent
@@ -90,6 +90,8 @@ def _other_row(history: RunHistory, timed: TimedEvent) -> _Row:
     match timed.event:
         case SlowRank():
             what = event_lines.slow_line(timed.event)
+        case Standstill():
+            what = event_lines.standstill_lines(timed.event)[0]
         case HostChanged():
             what = event_lines.host_line(timed.event)
         case _:

@@ -1,4 +1,4 @@
-"""Writes the report and the plot of a run at its end, as far as the disk allows.
+"""Writes the report and the plots of a run at its end, as far as the disk allows.
 
 The report comes first: drawing takes a second, and a user who waits for the result need not wait for it. Invariant:
 whatever the disk does, the user gets one line about it: a report never changes how a run ended.
@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from closeranks.core.tracebacks import display_path
-from closeranks.telemetry.reports.report import write_report
+from closeranks.telemetry.reports.html_page import write_html
+from closeranks.telemetry.reports.phase_plot import draw_phases
+from closeranks.telemetry.reports.report import FindingsSection, write_report
 from closeranks.telemetry.reports.run_plot import draw_run
 
 
@@ -24,13 +26,22 @@ def write_pages(
     overrides: Sequence[str] = (),
     failure: str = "",
     is_script: bool = False,
+    findings: FindingsSection | None = None,
     in_thread: bool = False,
 ) -> None:
     """Write ``report.md``, which is announced through ``tell`` at once, then ``curve.png``. See ``write_report``.
 
     ``in_thread``: the plot is drawn by a thread, which the interpreter waits for when it exits.
     """
-    write = partial(write_report, folder, job_file=job_file, overrides=overrides, failure=failure, is_script=is_script)
+    write = partial(
+        write_report,
+        folder,
+        job_file=job_file,
+        overrides=overrides,
+        failure=failure,
+        is_script=is_script,
+        findings=findings,
+    )
     try:
         page = write()
     except OSError as error:
@@ -45,9 +56,11 @@ def write_pages(
 
 
 def _add_plot(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
-    """Draw the plot, and write the report once more, now with the plot."""
+    """Draw the plots, write the report once more, now with the plots, and the same as one page of HTML."""
     try:
         if draw_run(folder) is not None:
+            draw_phases(folder)
             write()
+            write_html(folder)
     except OSError as error:
         tell(f"The report has no picture ({error.strerror or error}).")

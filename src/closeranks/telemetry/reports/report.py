@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,25 @@ from statistics import median
 
 from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.core.printable import printable
+from closeranks.facts.devices import is_cpu
 from closeranks.telemetry import formatting
-from closeranks.telemetry.live.event_lines import batch_words, is_cpu, noise_line, parameters
+from closeranks.telemetry.goodput.run_account import load_account
+from closeranks.telemetry.goodput.run_cost import find_price
+from closeranks.telemetry.live.event_lines import batch_words, noise_line, parameters
 from closeranks.telemetry.live.throughput import efficiency
 from closeranks.telemetry.reports.data_wait import data_wait
 from closeranks.telemetry.reports.fault_section import fault_section
+from closeranks.telemetry.reports.goodput_section import goodput_section
+from closeranks.telemetry.reports.phase_section import phase_section
+from closeranks.telemetry.reports.resource_section import resource_section
+from closeranks.telemetry.run_log.phase_history import PhaseHistory, load_phases
+from closeranks.telemetry.run_log.resource_history import ResourceHistory, load_resources
 from closeranks.telemetry.run_log.run_folder import ResolvedSettings, RunFolder
 from closeranks.telemetry.run_log.run_history import RunHistory, WarningCount, load_history
 
 _WARNINGS_SHOWN = 10
+FindingsSection = Callable[[ResolvedSettings, RunHistory, PhaseHistory, ResourceHistory], str]
+"""Writes a section of markdown about what holds a run back, empty if nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +48,22 @@ class RunCommand:
 
 
 def write_report(
-    folder: Path, *, job_file: str = "", overrides: Sequence[str] = (), failure: str = "", is_script: bool = False
+    folder: Path,
+    *,
+    job_file: str = "",
+    overrides: Sequence[str] = (),
+    failure: str = "",
+    is_script: bool = False,
+    findings: FindingsSection | None = None,
 ) -> Path:
     """Write ``report.md`` into the run folder.
 
     ``job_file`` and ``overrides`` are what the user typed (the folder's own copy if not given); ``failure`` is the
-    description of what ended the run, shown as it is.
+    description of what ended the run, shown as it is; ``findings`` writes the section about what holds the run back.
     """
     run = RunFolder(folder)
     command = RunCommand(job_file or str(run.job), tuple(overrides), is_script)
-    text = printable(compose(run, load_history(folder), command, failure))
+    text = printable(compose(run, load_history(folder), command, failure, findings))
     unfinished = run.report.with_name(".report.md")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -58,23 +74,42 @@ def write_report(
         raise
 
 
-def compose(run: RunFolder, history: RunHistory, command: RunCommand, failure: str = "") -> str:
+def compose(
+    run: RunFolder,
+    history: RunHistory,
+    command: RunCommand,
+    failure: str = "",
+    findings: FindingsSection | None = None,
+) -> str:
     """The whole report."""
     settings = run.resolved()
     name = str(settings.get("run.name") or run.path.resolve().name)
     plot = f"![Loss, throughput, learning rate and gradient norm]({run.plot.name})" if run.plot.exists() else ""
+    phases, resources = load_phases(run.path), load_resources(run.path)
     sections = (
         f"# {name}",
         headline(history, failed=bool(failure)),
         _failure_section(run, failure),
         plot,
         _table(_figures(run, history, settings)),
+        findings(settings, history, phases, resources) if findings is not None else "",
+        phase_section(phases, history.first_steps, run.phase_plot.name if run.phase_plot.exists() else ""),
+        _goodput(run, history),
+        resource_section(resources),
         fault_section(history, failed=bool(failure)),
         _warning_section(history.warnings),
         _next_section(run, history, settings, command),
         _environment_section(history.started),
     )
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _goodput(run: RunFolder, history: RunHistory) -> str:
+    started = history.started
+    if started is None:
+        return ""
+    price, note = find_price(run.path, started.device)
+    return goodput_section(load_account(run.path), price, started.device, started.item, note)
 
 
 def headline(history: RunHistory, *, failed: bool = False) -> str:
@@ -273,7 +308,8 @@ def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]
         return (
             ReportFigure("share of peak", f"{measured} (no datasheet for this device, so no MFU)" if measured else ""),
         )
-    return (ReportFigure("MFU", f"{formatting.percent(shares.mfu)}" + (f" ({measured})" if measured else "")),)
+    hfu = f", HFU {formatting.percent(shares.hfu)} with what is recomputed" if shares.hfu is not None else ""
+    return (ReportFigure("MFU", f"{formatting.percent(shares.mfu)}{hfu}" + (f" ({measured})" if measured else "")),)
 
 
 def _memory(history: RunHistory, started: RunStarted) -> str:

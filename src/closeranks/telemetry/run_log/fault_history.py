@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, SlowRank
+from closeranks.core.events import Event, HostChanged, RankLost, RanksClosed, SlowRank, Standstill
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FaultHistory:
 
     faults: tuple[RunFault, ...] = ()
     others: tuple[TimedEvent, ...] = ()
-    """Slow ranks and hosts that joined or left: they cost nothing by themselves."""
+    """Slow ranks, standstills, and hosts that joined or left: they cost nothing by themselves."""
 
     @property
     def num_redone(self) -> int:
@@ -79,7 +79,7 @@ def fault_history(lines: Iterable[TimedEvent]) -> FaultHistory:
             case RanksClosed():
                 faults += _closed(waiting, line.event)
                 waiting = []
-            case SlowRank() | HostChanged():
+            case SlowRank() | HostChanged() | Standstill():
                 others.append(line)
     return FaultHistory((*faults, *waiting), tuple(others))
 

@@ -8,9 +8,12 @@
     RUN/metrics/samples-00000.jsonl which samples each step took (data.log_samples)
     RUN/logs/rank-00000.log         what each worker printed
     RUN/checkpoints/step-00000400/  the state after that step; RUN/checkpoints/latest names the newest
-    RUN/curve.png, RUN/report.md    what people look at
-    RUN/traces/rank-00000.json.gz   profiler traces
+    RUN/curve.png, RUN/report.md    what people look at; also phases.png, report.html
+    RUN/traces/rank-00000.json.gz   profiler traces of the steps that the job names
+    RUN/traces/step-00000012/       those that `closeranks profile` asked for, and all of them in trace.json.gz
     RUN/tensorboard/                scalars for TensorBoard
+    RUN/sinks.json                  the ids of this run in trackers, the port of its Prometheus endpoint
+    RUN/wandb/                      what W&B keeps on disk
 
 Invariant: names are defined here once; all code that reads or writes a run folder gets its paths from this module.
 """
@@ -47,12 +50,24 @@ class RunFolder:
         return self.path / "curve.png"
 
     @property
+    def phase_plot(self) -> Path:
+        return self.path / "phases.png"
+
+    @property
+    def html(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.md"
 
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def sinks(self) -> Path:
+        return self.path / "sinks.json"
 
     @property
     def status(self) -> Path:
@@ -83,7 +98,15 @@ class RunFolder:
         return self.path / "logs" / f"rank-{rank:05d}.log"
 
     def trace(self, rank: int) -> Path:
-        return self.path / "traces" / f"rank-{rank:05d}.json.gz"
+        return self.traces / f"rank-{rank:05d}.json.gz"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    def step_traces(self, first_step: int) -> Path:
+        """The traces that were asked for while the run trained, by the first step in them."""
+        return self.traces / f"step-{first_step:08d}"
 
     def other_metrics(self) -> list[Path]:
         """The metrics of every rank but 0, in the order of ranks."""

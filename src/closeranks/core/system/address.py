@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from closeranks.core.errors import SetupError
@@ -57,8 +58,8 @@ def plain_host(host: str) -> str:
     return host.removeprefix("::ffff:") if "." in host else host
 
 
-def listen_on(host: str, port: int) -> socket.socket:
-    """A non-blocking listening socket (port 0: any free one)."""
+def listen_on(host: str, port: int, *, what: str = "the control channel") -> socket.socket:
+    """A non-blocking listening socket (port 0: any free one); ``what`` listens there, for the error."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -73,12 +74,21 @@ def listen_on(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise _setup_error(error, Address(host, port)) from None
+        raise _setup_error(error, Address(host, port), what) from None
     return listener
 
 
-def _setup_error(error: OSError, address: Address) -> SetupError:
-    what = f"the control channel cannot listen on {address} ({error.strerror})"
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``. A name is not looked up: it may mean another
+    address tomorrow."""
+    try:
+        return host == "localhost" or ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _setup_error(error: OSError, address: Address, listener: str) -> SetupError:
+    what = f"{listener} cannot listen on {address} ({error.strerror})"
     match error.errno:
         case errno.EADDRINUSE:
             return SetupError(what, "Choose another port (0 takes any free one), or stop the process that holds it.")

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from closeranks.core.errors import SetupError
 from closeranks.core.events import Evaluated, Event, RunStarted, StepDone, Warned
-from closeranks.telemetry.live.throughput import ThroughputMeter
 from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.sinks.metrics import Rates, values_of
+from closeranks.telemetry.sinks.sink import SINKS, MissingPackageError, SinkContext
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,36 +26,55 @@ if TYPE_CHECKING:
 _RETRY_S = 5.0
 """How often opening a new file is tried after a failure."""
 _ROOM_BYTES = 1 << 16
+_SHOWN = frozenset(
+    {
+        *("train/loss", "train/lr", "train/grad_norm", "train/metric", "train/items_per_s", "train/mfu"),
+        *("eval/loss", "eval/metric"),
+    }
+)
+"""What curves are drawn of. The other metrics would cost more than these at every step."""
 
 
 class TensorBoardSink:
-    """Writes to ``RUN/tensorboard``. Call sequence: ``handle`` each event of rank 0, ``close`` once.
+    """Writes to ``RUN/tensorboard``.
 
     A write failure is reported once through ``emit`` and its scalars are left out; a new file is opened as soon as
     possible.
     """
 
+    name = "telemetry.tensorboard"
+    fix = ""
+
     def __init__(self, folder: Path, emit: Callable[[Event], None] = lambda event: None) -> None:
         self._emit = emit
-        _quiet_threads()
         self._has_warned = False
         self._folder = RunFolder(folder).tensorboard
         self._retry_at: float | None = None
         """When to try again after a failure."""
-        self._open = partial(_writer_class(), log_dir=str(self._folder), flush_secs=10)
-        self._meter = ThroughputMeter(RunStarted())
+        self._rates = Rates()
         self._writer: SummaryWriter | None = None
 
-    def handle(self, event: Event) -> None:
-        if self._retry_at is not None and time.monotonic() < self._retry_at:
-            return
-        try:
-            if self._retry_at is not None:
-                self._check_free_space()
-            self._write(event)
-            self._retry_at = None
-        except OSError as error:
-            self._handle_error(error)
+    def open(self) -> None:
+        _quiet_threads()
+        self._open = partial(_writer_class(), log_dir=str(self._folder), flush_secs=10)
+
+    def handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            rates = self._rates.observe(event)
+            if self._retry_at is not None and time.monotonic() < self._retry_at:
+                continue
+            try:
+                if self._retry_at is not None:
+                    self._check_free_space()
+                if isinstance(event, RunStarted):
+                    self._begin(event)
+                if isinstance(event, StepDone | Evaluated):
+                    for one in (*values_of(event), *rates):
+                        if one.name in _SHOWN:
+                            self._scalar(one.path, one.value, event.step)
+                self._retry_at = None
+            except OSError as error:
+                self._handle_error(error)
 
     def _handle_error(self, error: OSError) -> None:
         """Drop the writer: it keeps what it could not write, and would fail on it for ever."""
@@ -73,17 +92,6 @@ class TensorBoardSink:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _write(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                self._begin(event)
-            case StepDone():
-                self._step(event)
-            case Evaluated():
-                self._scalar("eval/loss", event.loss, event.step)
-                for name, value in event.metrics.items():
-                    self._scalar(f"eval/{name}", value, event.step)
-
     def close(self) -> None:
         writer, self._writer = self._writer, None
         try:
@@ -94,21 +102,8 @@ class TensorBoardSink:
 
     def _begin(self, started: RunStarted) -> None:
         self.close()
-        self._meter = ThroughputMeter(started)
         is_again = started.first_step > 0 or started.generation > 0
         self._writer = self._open(purge_step=started.first_step + 1 if is_again else None)
-
-    def _step(self, done: StepDone) -> None:
-        reading = self._meter.observe(done)
-        self._scalar("train/loss", done.loss, done.step)
-        self._scalar("train/lr", done.lr, done.step)
-        self._scalar("train/grad_norm", done.grad_norm, done.step)
-        for name, value in done.metrics.items():
-            self._scalar(f"train/{name}", value, done.step)
-        if reading.items_per_s is not None:
-            self._scalar("train/items_per_s", reading.items_per_s, done.step)
-        if reading.mfu is not None:
-            self._scalar("train/mfu", reading.mfu, done.step)
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         # TensorBoard draws nothing for a value that is not finite, and warns; the metrics file has it.
@@ -137,6 +132,10 @@ def _writer_class() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        fix = "Run `pip install closeranks[track]`, or set telemetry.tensorboard = false."
-        raise SetupError("telemetry.tensorboard needs the tensorboard package, which is not installed", fix) from error
+        raise MissingPackageError(TensorBoardSink.name, "tensorboard") from error
     return SummaryWriter
+
+
+@SINKS.register("tensorboard")
+def _make(context: SinkContext) -> TensorBoardSink:
+    return TensorBoardSink(context.folder, context.emit)

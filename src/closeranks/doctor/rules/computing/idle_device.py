@@ -1,0 +1,35 @@
+"""Does the accelerator wait for its next kernel, because the host launches them one by one?
+
+Known only from a trace (``closeranks profile``). Waiting for data and for batches shows in phases of their own, and is
+not counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from closeranks.core.phases import DATA, HOST_TO_DEVICE
+from closeranks.doctor.finding import Finding, SettingChange, percent
+from closeranks.doctor.run_facts import RunFacts
+
+_LEAST = 0.10
+
+
+def find(facts: RunFacts) -> Iterator[Finding]:
+    if not facts.idle_shares:
+        return
+    worst = max(facts.idle_shares, key=lambda rank: facts.idle_shares[rank])
+    gain = facts.idle_shares[worst] - facts.share(facts.rank_s(worst, DATA, HOST_TO_DEVICE))
+    if gain < _LEAST:
+        return
+    is_compiled, micro = facts.setting("train.compile"), facts.started.micro_batch
+    larger = SettingChange("train.micro_batch", 2 * micro, micro)
+    yield Finding(
+        "launch-bound",
+        f"The device of rank {worst} is idle {percent(facts.idle_shares[worst])} of the time, between kernels.",
+        ("measured by the newest trace of this run",),
+        "Launch fewer, larger kernels: compile the model, or compute more samples at once.",
+        (larger if is_compiled else SettingChange("train.compile", True, is_compiled),),
+        gain,
+        frozenset({"no-compile", "small-micro-batch"}),
+    )

@@ -1,0 +1,84 @@
+"""Does training wait for data, and which part of reading is slow?
+
+A rank waits for a batch only while its readers take longer than its computation. With ``num`` workers they take a
+``num``-th of the time, side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+
+from closeranks.core.phases import DATA
+from closeranks.doctor.finding import LEAST_GAIN, Finding, SettingChange, milliseconds, percent
+from closeranks.doctor.run_facts import RunFacts
+
+_MOST_WORKERS = 8
+_HEADROOM = 0.8
+"""Workers are chosen to need this share of the time that is there."""
+_HELP = {
+    "reading": "Read ahead in more processes; data.shuffle = 'blocks' reads neighbouring samples together.",
+    "fetching": "Fetch more at a time: more data.workers and data.prefetch hide the latency of the store.",
+    "decoding": "Decode in more processes, or decode once and store the result (closeranks data build).",
+    "collating": "Collate in more processes; samples of equal shape are stacked at once.",
+}
+
+
+def find(facts: RunFacts) -> Iterator[Finding]:
+    waited = {rank: facts.rank_s(rank, DATA) for rank in facts.ranks}
+    if not waited:
+        return
+    worst = max(waited, key=lambda rank: waited[rank])
+    stages = _stages(facts)
+    read_s = sum(stages.values())
+    now = int(facts.setting("data.workers") or 0)
+    busy_s = max(facts.step_s - waited[worst], 1e-9)
+    workers = _enough_workers(read_s, busy_s, now)
+    left = max(0.0, read_s / workers - busy_s) / facts.step_s if facts.step_s else 0.0
+    gain = _saved_share(facts, waited) - left
+    if gain < LEAST_GAIN:
+        return
+    slowest = max(stages, key=lambda name: stages[name])
+    advice = _HELP[slowest] if read_s else "Read ahead in more processes."
+    if 1 - facts.busy_cpus < gain:  # what must be computed needs a processor
+        gain = max(0.0, 1 - facts.busy_cpus)
+        advice += f" The processors of this host are busy {percent(facts.busy_cpus)} of the time, so that gains less."
+    share = facts.share(waited[worst])
+    evidence = [f"rank {worst} waits {milliseconds(waited[worst])} of a step of {milliseconds(facts.step_s)} for data"]
+    if read_s:
+        times = ", ".join(f"{name} {milliseconds(spent)}" for name, spent in stages.items() if spent)
+        evidence.append(f"reading one step's samples takes rank 0: {times}")
+    yield Finding(
+        "input-bound",
+        f"Training waits for data {percent(share)} of the time" + (f", mostly for {slowest}." if read_s else "."),
+        tuple(evidence),
+        advice,
+        (SettingChange("data.workers", workers, now),),
+        gain,
+        frozenset({"straggler", "uneven-batches", "exposed-communication", "user-code"}),
+    )
+
+
+def _stages(facts: RunFacts) -> Mapping[str, float]:
+    """Mean seconds per step that the readers of rank 0 spend on each stage."""
+    steps = facts.steps
+    if not steps:
+        return {"reading": 0.0}
+    return {
+        "reading": fmean(step.data_read_s for step in steps),
+        "fetching": fmean(step.data_fetch_s for step in steps),
+        "decoding": fmean(step.data_decode_s for step in steps),
+        "collating": fmean(step.data_collate_s for step in steps),
+    }
+
+
+def _enough_workers(read_s: float, busy_s: float, now: int) -> int:
+    needed = math.ceil(read_s / (_HEADROOM * busy_s)) if read_s else 2
+    return max(min(_MOST_WORKERS, needed), now + 1, 2)
+
+
+def _saved_share(facts: RunFacts, waited: Mapping[int, float]) -> float:
+    """The share of a step that is saved if no rank waits: the slowest rank sets the pace, with and without."""
+    own = {rank: sum(map(facts.own_s, facts.times[rank])) / facts.num_steps for rank in facts.ranks}
+    return facts.share(max(own.values()) - max(own[rank] - waited[rank] for rank in own))

@@ -1,0 +1,56 @@
+"""Reads what the doctor needs to know of a run from its folder. Starts without torch.
+
+Invariant: a file that is truncated or damaged costs what it held, never the diagnosis: readers skip such lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from closeranks.core.events import Event, Resources, Warned
+from closeranks.doctor.diagnose import diagnose
+from closeranks.doctor.diagnosis_text import findings_markdown
+from closeranks.doctor.run_facts import RunFacts, collect_facts
+from closeranks.telemetry.run_log.phase_history import PhaseHistory, load_phases
+from closeranks.telemetry.run_log.resource_history import ResourceHistory, load_resources
+from closeranks.telemetry.run_log.run_folder import ResolvedSettings, RunFolder
+from closeranks.telemetry.run_log.run_history import RunHistory, load_history
+from closeranks.telemetry.traces.idle_device import idle_shares
+
+
+def load_facts(folder: Path) -> RunFacts:
+    """The facts of a run that has ended or still goes on."""
+    settings = RunFolder(folder).resolved()
+    return _facts(settings, load_history(folder), load_phases(folder), load_resources(folder), idle_shares(folder))
+
+
+def findings_section(
+    settings: ResolvedSettings, history: RunHistory, phases: PhaseHistory, resources: ResourceHistory
+) -> str:
+    """The findings about a run, as a section of its report; empty if there are none."""
+    facts = _facts(settings, history, phases, resources)
+    return findings_markdown(facts, diagnose(facts))
+
+
+def _facts(
+    settings: ResolvedSettings,
+    history: RunHistory,
+    phases: PhaseHistory,
+    resources: ResourceHistory,
+    idle: Mapping[int, float] | None = None,
+) -> RunFacts:
+    used: dict[int, list[Resources]] = {}
+    for record in resources.records:
+        used.setdefault(record.rank, []).append(record.used)
+    steps, events = history.steps, _events(history)
+    return collect_facts(settings.values, steps, phases.steps, history.first_steps, events, used, idle)
+
+
+def _events(history: RunHistory) -> Iterator[Event]:
+    yield from (start.started for start in history.starts)
+    yield from history.evals
+    yield from history.saves
+    yield from (fault.lost for fault in history.fault_history.faults)
+    yield from (timed.event for timed in history.fault_history.others if timed.event is not None)
+    yield from (Warned(warning.what, warning.first_step) for warning in history.warnings)

@@ -1,0 +1,31 @@
+"""The doctor on real runs: each planted cause is found, with the change to make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from doctor import HEALTHY, PLANTED, Planted, run_job
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_cause_is_found(tmp_path: Path, planted: Planted) -> None:
+    """Among the findings: on a machine that is busy with other things, something else may weigh more."""
+    arguments = [*planted.job, *planted.overrides]
+    diagnosis = run_job(tmp_path / "run", arguments, planted.num_workers, planted.faults)
+    assert planted.cause in {one.cause for one in diagnosis.findings}, diagnosis
+    assert diagnosis.failed_rules == ()
+
+
+@pytest.mark.world
+def test_a_healthy_run_has_no_error(tmp_path: Path) -> None:
+    job, overrides, num_workers = HEALTHY[0]
+    diagnosis = run_job(tmp_path / "run", [*job, *overrides], num_workers)
+    assert not [one for one in diagnosis.findings if one.is_error], diagnosis
+    assert diagnosis.missing == ()
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({one.name for one in PLANTED}) == len(PLANTED) >= 16

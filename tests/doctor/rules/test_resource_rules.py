@@ -1,0 +1,106 @@
+"""Rules about what a run uses: limits and neighbours, swap, clocks, and processors that leave no room for readers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from closeranks.core.events import Resources
+from closeranks.doctor.diagnose import diagnose
+from tests.doctor.made import facts
+
+
+def _used(cpus: float = 0.9, waits: float = 0.0, **groups: Any) -> Resources:
+    host = {"cpus": 1.9, "num_cpus": 2.0, **groups.pop("host_wide", {})}
+    return Resources(seconds=5.0, process={"cpus": cpus, "run_wait_share": waits}, host_wide=host, **groups)
+
+
+def _causes(*used: Resources, phases: dict[str, float] | None = None) -> list[str]:
+    made = facts(*[phases or {}] * len(used), used=dict(enumerate(used)))
+    return [one.cause for one in diagnose(made).findings]
+
+
+def test_workers_that_have_the_host_for_themselves() -> None:
+    assert _causes(_used(), _used()) == []
+
+
+def test_other_programs_take_the_processors() -> None:
+    finding = diagnose(facts({}, {}, used={0: _used(0.5, 0.4), 1: _used(0.5, 0.3)})).findings[0]
+    assert finding.cause == "noisy-neighbour"
+    assert finding.gain == pytest.approx(0.4)
+    assert "0.9 of the 2 processors" in finding.what
+
+
+def test_waiting_for_processors_that_the_run_itself_uses_is_no_neighbour() -> None:
+    assert _causes(_used(0.95, 0.4), _used(0.95, 0.4)) == []
+
+
+LIMITED = _used(0.5, 0.4, cgroup={"limit_cpus": 0.5, "periods": 50.0, "throttled_periods": 40.0})
+
+
+def test_a_cpu_limit_on_all_ranks() -> None:
+    finding = diagnose(facts({}, {}, used={0: LIMITED, 1: LIMITED})).findings[0]
+    assert finding.cause == "cpu-limit"
+    assert "0.5 processors" in finding.evidence[0]
+    assert "stopped in 80%" in finding.evidence[0]
+
+
+def test_a_cpu_limit_on_one_rank_is_why_it_is_slow() -> None:
+    made = facts({"forward": 0.2}, {"vote": 0.17}, used={0: LIMITED, 1: _used()})
+    (finding,) = diagnose(made).findings
+    assert finding.cause == "straggler"
+    assert "a CPU limit of 0.5 processors stopped it in 80%" in " ".join(finding.evidence)
+
+
+@pytest.mark.parametrize(("mib_per_s", "found"), [(0.1, []), (20.0, ["swapping"])])
+def test_swap(mib_per_s: float, found: list[str]) -> None:
+    assert _causes(_used(host_wide={"swap_in_bytes": mib_per_s * 5 * 2**20, "io_wait_cpus": 0.4})) == found
+
+
+@pytest.mark.parametrize(
+    ("clock", "reason", "found"),
+    [
+        (1980.0, "temperature (hardware)", []),
+        (1200.0, "temperature (hardware)", ["throttled-clocks"]),
+        (1200.0, "power cap", []),
+    ],
+)
+def test_clocks(clock: float, reason: str, found: list[str]) -> None:
+    gpu = {"sm_clock_mhz": clock, "sm_clock_max_mhz": 1980.0, "utilization": 0.95, "temperature_c": 90.0}
+    assert _causes(_used(gpu=gpu, gpu_throttled_by=[reason])) == found
+
+
+def test_busy_processors_leave_less_to_gain_for_readers() -> None:
+    def gain(cpus: float) -> float:
+        busy = _used(cpus / 2, host_wide={"cpus": cpus})
+        made = facts({"data": 0.1}, done={"data_decode_s": 0.2}, used={0: busy})
+        return diagnose(made).findings[0].gain
+
+    assert gain(0.6) == pytest.approx(0.5, rel=0.05)
+    assert gain(1.6) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "change"),
+    [(False, "train.compile=true"), (True, "train.micro_batch=8"), (None, "train.compile=true")],
+)
+def test_a_device_that_waits_for_launches(is_compiled: bool | None, change: str) -> None:
+    settings = {"train": {"compile": is_compiled}}
+    made = facts({}, settings=settings, started={"device": "NVIDIA H200"}, idle={0: 0.4})
+    (finding,) = diagnose(made).findings
+    assert finding.cause == "launch-bound"
+    assert finding.gain == pytest.approx(0.4)
+    assert str(finding.changes[0]) == change
+
+
+def test_a_device_that_waits_for_data_is_not_launch_bound() -> None:
+    made = facts({"data": 0.1}, started={"device": "NVIDIA H200"}, idle={0: 0.52}, done={"data_read_s": 0.2})
+    assert [one.cause for one in diagnose(made).findings] == ["input-bound"]
+
+
+@pytest.mark.parametrize(("hosts", "found"), [((0, 0), []), ((0, 1), ["tensor-across-hosts"])])
+def test_a_tensor_axis_across_hosts(hosts: tuple[int, int], found: list[str]) -> None:
+    used = {rank: Resources(seconds=5.0, host_number=host) for rank, host in enumerate(hosts)}
+    made = facts({"tensor.all_gather": 0.03}, {"tensor.all_gather": 0.03}, used=used, started={"layout": "tensor=2"})
+    assert [one.cause for one in diagnose(made).findings] == found
