@@ -163,6 +163,12 @@ class RunFacts:
         return tuple(rank for rank, used in self.resources.items() if used and used[0].host_number == host_number)
 
     @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host; empty if nothing was sampled."""
+        numbers = sorted({used[0].host_number for used in self.resources.values() if used})
+        return tuple(map(self.ranks_of_host, numbers))
+
+    @cached_property
     def neighbours(self) -> Mapping[int, tuple[float, float]]:
         """By host number: processors that other programs than this run used, and how many there are."""
         found = {}

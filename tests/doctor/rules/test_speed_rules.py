@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from closeranks.core.events import Resources
 from closeranks.doctor.diagnose import RULES, diagnose
 from closeranks.doctor.run_facts import RunFacts
 from tests.doctor.made import NUM, even, facts
@@ -156,6 +157,25 @@ def test_a_healthy_run_has_no_finding(num_ranks: int, settings: dict[str, Any]) 
 def test_one_rank_that_waits_for_data_is_input_bound_and_not_a_straggler() -> None:
     diagnosis = diagnose(facts({"data": 0.1}, {"vote": 0.1}, done={"data_read_s": 0.15}))
     assert [one.cause for one in diagnosis.findings] == ["input-bound"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "slow", "said"),
+    [
+        ((0, 0, 1, 1), (2, 3), "The host of ranks 2, 3 is slow"),
+        ((0, 0, 1, 1), (3,), "Rank 3 is slow"),
+        ((0, 0, 0, 0, 1, 1), (4, 5), "The host of ranks 4, 5 is slow"),
+        ((0, 1, 2), (2,), "Rank 2 is slow"),
+    ],
+    ids=["one of two hosts", "one rank of a host", "the smaller host", "a rank to each host"],
+)
+def test_a_slow_host_is_told_from_a_slow_rank(hosts: Sequence[int], slow: Sequence[int], said: str) -> None:
+    rows = [{"forward": 0.13} if rank in slow else {"vote": 0.102} for rank in range(len(hosts))]
+    used = {rank: Resources(host_number=host) for rank, host in enumerate(hosts)}
+    first = diagnose(facts(*rows, used=used)).findings[0]
+    assert first.cause == "straggler"
+    assert first.what.startswith(said)
+    assert first.gain == pytest.approx(0.5)
 
 
 def test_ranks_of_different_stages_are_not_compared() -> None:

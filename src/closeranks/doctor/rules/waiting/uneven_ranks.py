@@ -1,4 +1,4 @@
-"""Do ranks wait for one that is slower, or for a different one in each step?
+"""Do ranks wait for one that is slower, for all ranks of a slow host, or for a different rank in each step?
 
 Ranks at the same place of the pipeline do the same work, so only those are compared. Invariant: a rank that waits for
 others is never taken for a slow one: only its own work counts.
@@ -7,7 +7,7 @@ others is never taken for a slow one: only its own work counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from closeranks.core import phases
@@ -58,19 +58,19 @@ def _comparable(facts: RunFacts) -> Sequence[Sequence[int]]:
 def _straggler(facts: RunFacts, ranks: Sequence[int]) -> Iterator[Finding]:
     own = {rank: facts.own_by_rank[rank] for rank in ranks}
     worst = max(own, key=lambda rank: own[rank])
-    others = median(spent for rank, spent in own.items() if rank != worst)
+    slow = _slow_host(facts, own, worst) or (worst,)
+    rest = [rank for rank in ranks if rank not in slow]
+    others = median(own[rank] for rank in rest)
     gain = facts.share(own[worst] - others)
     if others <= 0 or own[worst] < _SLOW * others or gain < _LEAST_SLOW:
         return
-    excess = {
-        name: facts.rank_s(worst, name) - median(facts.rank_s(rank, name) for rank in ranks if rank != worst)
-        for name in _KINDS
-    }
+    excess = {name: facts.rank_s(worst, name) - median(facts.rank_s(rank, name) for rank in rest) for name in _KINDS}
     kind = _KINDS[max(excess, key=lambda name: excess[name])]
     changes = (SettingChange("elastic.stragglers", "evict", facts.setting("elastic.stragglers")),)
+    who = f"Rank {worst} is" if len(slow) == 1 else f"The host of ranks {', '.join(map(str, slow))} is"
     yield Finding(
         "straggler",
-        f"Rank {worst} is slow: its own work takes {own[worst] / others:.2f} times as long as that of the others.",
+        f"{who} slow: its own work takes {own[worst] / others:.2f} times as long as that of the others.",
         (
             f"{milliseconds(own[worst])} of a step of {milliseconds(facts.step_s)}, the others {milliseconds(others)}; "
             f"most of the difference is {kind}",
@@ -81,6 +81,15 @@ def _straggler(facts: RunFacts, ranks: Sequence[int]) -> Iterator[Finding]:
         changes if kind == "computing" else (),
         gain,
     )
+
+
+def _slow_host(facts: RunFacts, own: Mapping[int, float], worst: int) -> Sequence[int]:
+    """The ranks of the worst rank's host, if each of them is slower than every rank of the other hosts."""
+    host = next((numbers for numbers in facts.hosts if worst in numbers), ())
+    inside = [rank for rank in host if rank in own]
+    outside = [spent for rank, spent in own.items() if rank not in host]
+    is_slow = len(inside) > 1 and outside and min(own[rank] for rank in inside) >= _SLOW * max(outside)
+    return inside if is_slow else ()
 
 
 def _why(facts: RunFacts, rank: int) -> Iterator[str]:
