@@ -73,7 +73,11 @@ def test_training_goes_on(tmp_path: Path, calm: Course, place: Path, trouble: st
     assert course(run).digests == calm.digests
     told = [event for _, event in read_events(run / "metrics" / "rank-00000.jsonl") if isinstance(event, StepDone)]
     recorded = {(event.step, event.loss) for event in told}
-    assert recorded == {(step, loss) for step, loss in calm.losses if step >= first}, "nothing else is lost"
+    expected = {(step, loss) for step, loss in calm.losses if step >= first}
+    # Lines that the full disk refused are buffered in the process that is killed, but for what fits into the last block.
+    buffered = set(range(Troubled.BEGIN + 1, Troubled.KILL)) if trouble == "full" else set()
+    assert recorded <= expected
+    assert {step for step, _ in expected - recorded} <= buffered, "nothing else is lost"
     assert set(range(first, STEPS + 1)) <= set(read_samples(run).steps)
     (closed,) = (event for _, event in read_events(run / "metrics" / "agent.jsonl") if isinstance(event, RanksClosed))
     assert closed.num_redone <= 1
