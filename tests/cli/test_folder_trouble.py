@@ -74,7 +74,7 @@ def test_training_goes_on(tmp_path: Path, calm: Course, place: Path, trouble: st
     told = [event for _, event in read_events(run / "metrics" / "rank-00000.jsonl") if isinstance(event, StepDone)]
     recorded = {(event.step, event.loss) for event in told}
     expected = {(step, loss) for step, loss in calm.losses if step >= first}
-    # Lines that the full disk refused are buffered in the process that is killed, but for what fits into the last block.
+    # What the full disk refused is in the memory of the process that is killed; the file's last block takes some.
     buffered = set(range(Troubled.BEGIN + 1, Troubled.KILL)) if trouble == "full" else set()
     assert recorded <= expected
     assert {step for step, _ in expected - recorded} <= buffered, "nothing else is lost"
