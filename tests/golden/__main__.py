@@ -31,7 +31,7 @@ def main() -> int:
     if told.write:
         return write_runs(found, told.to, told.because)
     try:
-        baseline = _against(told.against, told.jobs) if told.against else baseline_for(told.jobs)
+        baseline = _against(told.against, told.jobs) if told.against else baseline_for(found)
     except NoBaseline as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,8 +1,9 @@
 """What a run is compared with: the committed record where it was made on such a machine, else the code that made it.
 
-The bits of a computation depend on the CPU and on torch. Where both are those of the record, the record counts.
-Elsewhere the code of the commit that wrote the record is run here, and what it gives counts: any change since then is
-seen on any machine. Invariant: there is always something to compare with, or an error that says how to get it.
+The bits of a computation depend on the CPU and on torch. Where both are those of the record, the record counts, and so
+it does for a run that has its bits on another CPU. For any other run there, the code of the commit that wrote the
+record is run too, and what it gives counts: any change since then is seen on any machine. Invariant: there is always
+something to compare with, or an error that says how to get it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.golden.jobs import group_of
-from tests.golden.record import FOLDER, Record, environment, load, load_runs
+from tests.golden.record import FOLDER, Record, differences, environment, load, load_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,12 +36,13 @@ class Baseline:
     """Of each run: what it is compared with, for people."""
 
 
-def baseline_for(names: Iterable[str]) -> Baseline:
+def baseline_for(found: Mapping[str, Record]) -> Baseline:
+    """Of runs that were made here."""
     here, runs, words = environment(), {}, {}
     elsewhere: dict[str, list[str]] = {}
-    for name in names:
+    for name, run in found.items():
         told = load(group_of(name))
-        if told["environment"] == here:
+        if told["environment"] == here or not differences(told["runs"][name], run):
             runs[name], words[name] = told["runs"][name], "the committed record"
         else:
             elsewhere.setdefault(_written_by(group_of(name)), []).append(name)

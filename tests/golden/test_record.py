@@ -200,7 +200,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         _git(tmp_path / "origin", "add", ".")
         _git(tmp_path / "origin", "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-q", "-m", str(number))
     monkeypatch.setattr(baseline, "environment", lambda: {"cpu": "another"})
-    monkeypatch.setattr(baseline, "load", lambda group: {"environment": {"cpu": "one"}})
+    told = {"environment": {"cpu": "one"}, "runs": {"job": load("layouts")["runs"]["data=2"]}}
+    monkeypatch.setattr(baseline, "load", lambda group: told)
     monkeypatch.setattr(baseline, "group_of", lambda name: "0")
     monkeypatch.setattr(baseline, "made_by", lambda revision, names: {key: {"revision": revision} for key in names})
     return tmp_path
@@ -215,16 +216,19 @@ def test_elsewhere_the_oldest_commit_that_is_there_counts(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, depth: int, expected: str
 ) -> None:
     """That which wrote the record, or the parent; where neither is there, that is an error and not a pass."""
+    recorded = load("layouts")["runs"]["data=2"]
+    other = {**recorded, "losses": recorded["norms"]}
     _git(elsewhere, "clone", "-q", "--depth", str(depth), f"file://{elsewhere / 'origin'}", "clone")
     monkeypatch.setattr(baseline, "ROOT", elsewhere / "clone")
     monkeypatch.setattr(baseline, "FOLDER", elsewhere / "clone")
     if expected:
-        found = baseline_for(["job"])
+        found = baseline_for({"job": other})
         assert found.runs["job"]["revision"] == _git(elsewhere / "origin", "rev-parse", expected)
         assert found.words["job"].endswith("run here: the record is of another CPU or torch")
     else:
         with pytest.raises(NoBaseline, match=r"the last commit alone.*git fetch --unshallow"):
-            baseline_for(["job"])
+            baseline_for({"job": other})
+    assert baseline_for({"job": recorded}).words["job"] == "the committed record"
 
 
 @pytest.mark.slow
@@ -232,7 +236,8 @@ def test_elsewhere_the_oldest_commit_that_is_there_counts(
 @pytest.mark.timeout(600)
 def test_on_another_machine_the_commit_that_wrote_the_record_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "environment", lambda: {"cpu": "another"})
-    found = baseline_for(["data=2"])
+    recorded = load("layouts")["runs"]["data=2"]
+    found = baseline_for({"data=2": {**recorded, "losses": recorded["norms"]}})
     assert found.words["data=2"].startswith("commit ")
     if load("layouts")["environment"] == environment():
         assert differences(load("layouts")["runs"]["data=2"], found.runs["data=2"]) == []
@@ -260,4 +265,4 @@ def test_a_small_change_of_the_code_is_seen(tmp_path: Path, told: str) -> None:
     assert file.read_text().count(before) == 1
     file.write_text(file.read_text().replace(before, after))
     (found,) = made_in(tmp_path / "tree", ["data=2"]).values()
-    assert any(line.startswith(told) for line in differences(baseline_for(["data=2"]).runs["data=2"], found))
+    assert any(line.startswith(told) for line in differences(baseline_for({"data=2": found}).runs["data=2"], found))
