@@ -305,6 +305,8 @@ def test_a_save_under_way_is_given_up_when_patience_ends(saver: TakingSaver, tmp
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     saver.take(1, items(state), {})
+    saver.land()
+    saver._background.drain()
     reports = saver.save_now(2, items(state), {}, patience_s=0.1)
     assert kinds(reports, "token-0") == ["failed", "released"]
     assert "committed" in kinds(reports, "token-1")
