@@ -63,6 +63,22 @@ def test_json_has_the_same_findings(tmp_path: Path) -> None:
     assert [(one["cause"], one["changes"][0]["key"]) for one in found] == [("input-bound", "data.workers")]
 
 
+CHANNEL = "n1:41:57 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {}\n"
+
+
+def test_the_transports_in_the_logs_of_workers_are_shown(tmp_path: Path) -> None:
+    """NCCL prints them when a run starts: what follows the beginning of a long log is not read."""
+    folder, much = write_run(tmp_path / "run", 0.0), "loss 1.0\n" * (1 << 19)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-00000.log").write_text(CHANNEL.format("P2P/CUMEM") + much + CHANNEL.format("SHM/direct"))
+    (folder / "logs" / "rank-00001.log").write_bytes(b"\xff\x00NCCL INFO Channel\n" * 9)
+    (folder / "logs" / "rank-00002.log").mkdir()
+    done = call("doctor", folder, cwd=tmp_path)
+    assert "transport within a host P2P/CUMEM, 1 pair\n" in done.out
+    found = json.loads(call("doctor", folder, "--json", cwd=tmp_path).out)["nccl"]
+    assert [one["via"] for one in found["transports"]] == ["P2P/CUMEM"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_truncated_and_fuzzed_files_cost_what_they_held(tmp_path: Path, seed: int) -> None:
     folder, rng = write_run(tmp_path / "run", 0.1), random.Random(seed)

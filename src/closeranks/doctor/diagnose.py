@@ -27,6 +27,7 @@ from closeranks.doctor.rules.waiting import (
     data_wait,
     device_copy,
     exposed_communication,
+    nccl_transport,
     pipeline_bubble,
     small_buckets,
     tensor_axis,
@@ -44,6 +45,7 @@ RULES: Mapping[str, Rule] = {
     "data-wait": data_wait.find,
     "device-copy": device_copy.find,
     "exposed-communication": exposed_communication.find,
+    "nccl-transport": nccl_transport.find,
     "small-buckets": small_buckets.find,
     "pipeline-bubble": pipeline_bubble.find,
     "tensor-axis": tensor_axis.find,
@@ -96,6 +98,9 @@ def _missing(facts: RunFacts) -> list[str]:
         return ["no rank recorded where the time of its steps went"]
     if facts.num_steps < LEAST_STEPS:
         return [f"only {facts.num_steps} steps count (the first of each process does not), too few to judge speed by"]
-    if unread := facts.started.world_size - len(facts.times):
-        return [f"{unread} of {facts.started.world_size} ranks were not read"] if unread > 0 else []
-    return []
+    missing = []
+    if (unread := facts.started.world_size - len(facts.times)) > 0:
+        missing.append(f"{unread} of {facts.started.world_size} ranks were not read")
+    if facts.nccl is None and not facts.is_cpu and facts.started.world_size > 1:
+        missing.append("which transports NCCL uses: with NCCL_DEBUG=INFO it prints them")
+    return missing

@@ -8,6 +8,7 @@ from typing import Any
 
 from closeranks.doctor.diagnose import Diagnosis
 from closeranks.doctor.finding import FAULT, Finding, SettingChange, milliseconds, percent
+from closeranks.doctor.nccl_log import nccl_json
 from closeranks.doctor.run_facts import RunFacts
 
 _WIDTH = 110
@@ -17,6 +18,7 @@ _SHOWN = 0.01
 
 def diagnosis_text(name: str, facts: RunFacts, diagnosis: Diagnosis) -> str:
     lines = [_headline(name, facts)]
+    lines += _labelled("transport", str(facts.nccl)) if facts.nccl else []
     for number, finding in enumerate(diagnosis.findings, start=1):
         lines += ["", *_finding_lines(number, finding, facts)]
     if not diagnosis.findings and facts.num_steps:
@@ -88,6 +90,7 @@ def diagnosis_json(name: str, facts: RunFacts, diagnosis: Diagnosis) -> dict[str
         "run": name,
         "num_steps": facts.num_steps,
         "step_s": facts.step_s,
+        "nccl": nccl_json(facts.nccl),
         "findings": [_finding_json(finding) for finding in diagnosis.findings],
         "missing": list(diagnosis.missing),
         "failed_rules": list(diagnosis.failed_rules),

@@ -31,6 +31,7 @@ from closeranks.core.events import (
     StepPhases,
     Warned,
 )
+from closeranks.doctor.nccl_log import NcclLog
 from closeranks.facts.devices import is_cpu
 from closeranks.facts.layout import Layout
 
@@ -62,6 +63,8 @@ class RunFacts:
     """By rank: what was used, in intervals; empty if nothing was sampled (a short run)."""
     idle_shares: Mapping[int, float] = field(default_factory=dict)
     """By rank: the share of the time in which its device was idle, from a trace; empty without one."""
+    nccl: NcclLog | None = None
+    """What NCCL printed about its transports; None if it printed nothing (``NCCL_DEBUG`` was not set)."""
 
     def setting(self, key: str) -> Any:
         """A value of the job by its dotted key; None for a missing key."""
@@ -218,6 +221,7 @@ def collect_facts(
     events: Iterable[Event] = (),
     resources: Mapping[int, Sequence[Resources]] | None = None,
     idle_shares: Mapping[int, float] | None = None,
+    nccl: NcclLog | None = None,
 ) -> RunFacts:
     """``times``: by rank, then by step. ``events``: further events of rank 0 and of the agent, in any order."""
     counted = frozenset.intersection(*(frozenset(own) for own in times.values())) if times else frozenset()
@@ -235,4 +239,5 @@ def collect_facts(
         warnings=tuple(one for one in kinds if isinstance(one, Warned)),
         resources={rank: tuple(own) for rank, own in sorted((resources or {}).items())},
         idle_shares=idle_shares or {},
+        nccl=nccl,
     )

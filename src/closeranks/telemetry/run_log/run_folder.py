@@ -97,6 +97,10 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"
 
+    def worker_logs(self) -> list[Path]:
+        """All logs, those of other hosts included."""
+        return sorted(self.path.glob("logs/*.log"))
+
     def trace(self, rank: int) -> Path:
         return self.traces / f"rank-{rank:05d}.json.gz"
 
