@@ -1,8 +1,9 @@
 """Does the doctor find the cause of a slow run, and does it stay silent about healthy ones?
 
-Runs are made slow on purpose in one way each, for real: processes that sleep, compute, write and wait. The first
-finding of ``closeranks doctor`` must be the planted cause, and healthy runs of other jobs must have no finding. With
-``--advice`` the changes that the doctor prints are applied, and the gain is compared with the one it predicted.
+Runs are made slow on purpose in one way each, for real: processes that sleep, compute, write and wait, limits of the
+kernel, hosts with a slow link (``doctor_places``; some need root, and are left out without it). The first finding of
+``closeranks doctor`` must be the planted cause, and healthy runs of other jobs must have no finding. With ``--advice``
+the changes that the doctor prints are applied, and the gain is compared with the one it predicted.
 
     python benchmarks/doctor.py                         every planted cause with 3 seeds, and 20 healthy runs
     python benchmarks/doctor.py --only slow-decode --seeds 1
@@ -12,9 +13,6 @@ finding of ``closeranks doctor`` must be the planted cause, and healthy runs of 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from doctor_places import Place, PlaceUnavailable, TrainCommand, beside_others, here, limited_cpus, slow_disk, two_hosts
 from results import begin, conclude, say
 
 from closeranks.core.errors import UserError
@@ -30,11 +29,9 @@ from closeranks.doctor.finding import Finding
 from closeranks.doctor.run_comparison import compare_runs
 from closeranks.run.diagnosis import load_facts
 
-ROOT = Path(__file__).parents[1]
 LEAST_FOUND = 0.95
 LEAST_RIGHT = 10 / 12
 NUM_HEALTHY = 20
-_TIMEOUT_S = 240.0
 _QUICK = ("checkpoint.save=false", "telemetry.report=false", "optim.schedule.name=constant")
 
 TINY = ("examples/tiny.toml", "train.steps=60", "train.eval_every=0", "train.eval_samples=24", *_QUICK)
@@ -53,6 +50,9 @@ class Planted:
     overrides: Sequence[str] = ()
     num_workers: int = 2
     faults: str = ""
+    place: Place = here
+    says: str = ""
+    """Words of the finding that name this cause among others of its kind."""
 
 
 PLANTED = (
@@ -89,6 +89,32 @@ PLANTED = (
     Planted("stopped-rank", "fault-stopped", TINY, (), faults="stop(rank=1, step=20)"),
     Planted("small-micro-batches", "small-micro-batch", OWN, ("train.micro_batch=1", "train.global_batch=64"), 1),
     Planted("blocked-loader", "fault-loader", OWN, ("data.args.blocks_at=7", "elastic.hang_floor_s=2")),
+    Planted(
+        "mismatched-collective",
+        "fault-branch",
+        OWN,
+        ('model.loss="doctor_work:branching_loss"', "elastic.hang_floor_s=2"),
+        says="all_gather",
+    ),
+    Planted(
+        "cold-disk",
+        "input-bound",
+        OWN,
+        ('data.name="doctor_work:cold"', "~data.args"),
+        place=slow_disk(24 << 20),
+        says="from the disk",
+    ),
+    Planted(
+        "save-every-step",
+        "slow-saves",
+        OWN,
+        ("checkpoint.save=true", "checkpoint.every=1", "train.steps=200"),
+        place=slow_disk(8 << 20),
+    ),
+    Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(1.0)),
+    Planted("noisy-neighbour", "noisy-neighbour", TINY, place=beside_others(2)),
+    Planted("slow-link", "exposed-communication", OWN, place=two_hosts(400), says="gradients travel"),
+    Planted("tensor-across-hosts", "tensor-across-hosts", TINY, ("layout=tensor=2",), place=two_hosts(1000)),
 )
 
 HEALTHY = (
@@ -115,7 +141,8 @@ def main() -> None:
         if args.advice:
             _conclude_advice([_advise(one, Path(scratch)) for one in chosen])
             return
-        found = [_plant(one, seed, Path(scratch)) for one in chosen for seed in range(args.seeds)]
+        tried = [_plant(one, seed, Path(scratch)) for one in chosen for seed in range(args.seeds)]
+        found = [one for one in tried if one is not None]
         numbers = range(NUM_HEALTHY) if not args.only or "healthy" in args.only else range(0)
         silent = [_control(number, Path(scratch)) for number in numbers]
     figures: dict[str, Any] = {
@@ -129,13 +156,15 @@ def main() -> None:
     conclude("doctor", figures, goal, met)
 
 
-def _plant(planted: Planted, seed: int, scratch: Path) -> bool:
+def _plant(planted: Planted, seed: int, scratch: Path) -> bool | None:
+    """Whether it is the first finding; None if this machine does not allow such a run."""
     folder = scratch / f"{planted.name}-{seed}"
-    diagnosis = run_job(
-        folder, [*planted.job, *planted.overrides, f"run.seed={seed}"], planted.num_workers, planted.faults
-    )
-    first = diagnosis.findings[0].cause if diagnosis.findings else "nothing"
-    is_right = first == planted.cause
+    try:
+        diagnosis = run_planted(planted, folder, f"run.seed={seed}")
+    except PlaceUnavailable as error:
+        say(f"  left out {planted.name:<22} {error}")
+        return None
+    is_right = bool(diagnosis.findings) and is_planted(planted, diagnosis.findings[0])
     say(f"  {'found ' if is_right else 'MISSED'}  {planted.name:<24} {_words(diagnosis.findings)}")
     return is_right
 
@@ -155,9 +184,11 @@ class Advised:
 
 def _advise(planted: Planted, scratch: Path) -> Advised | None:
     """Run as planted, then with the changes that the doctor printed; None if it advised no setting that gains speed."""
+    if planted.place is not here:
+        return None
     arguments = [*planted.job, *planted.overrides]
     before, after = scratch / f"{planted.name}-before", scratch / f"{planted.name}-after"
-    diagnosis = run_job(before, arguments, planted.num_workers, planted.faults)
+    diagnosis = run_planted(planted, before)
     first = diagnosis.findings[0] if diagnosis.findings else None
     if first is None or not first.changes or not first.gain or planted.faults:
         say(f"  no setting  {planted.name}")
@@ -192,26 +223,26 @@ def _control(number: int, scratch: Path) -> bool:
     return not diagnosis.findings
 
 
+def is_planted(planted: Planted, finding: Finding) -> bool:
+    return finding.cause == planted.cause and planted.says in " ".join((finding.what, *finding.evidence))
+
+
 def _words(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{one.cause} {one.gain:.0%}" for one in findings) or "nothing"
 
 
-def run_job(folder: Path, arguments: Sequence[str], num_workers: int, faults: str = "") -> Diagnosis:
+def run_planted(planted: Planted, folder: Path, *overrides: str) -> Diagnosis:
+    arguments = [*planted.job, *planted.overrides, *overrides]
+    return run_job(folder, arguments, planted.num_workers, planted.faults, planted.place)
+
+
+def run_job(
+    folder: Path, arguments: Sequence[str], num_workers: int, faults: str = "", place: Place = here
+) -> Diagnosis:
     job, *overrides = arguments
-    command = [sys.executable, "-m", "closeranks", "train", str(ROOT / job), "-n", str(num_workers), *overrides]
-    command += [f"run.folder={folder}", *(["--faults", faults] if faults else [])]
-    path = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=_TIMEOUT_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    printed = place(TrainCommand(job, overrides, folder, num_workers, faults))
     if not (folder / "metrics").is_dir():
-        raise UserError(f"{' '.join(command)} failed: {done.stderr[-500:]}", "Run it by hand.")
+        raise UserError(f"{job} {' '.join(overrides)} failed: {printed[-500:]}", "Run it by hand.")
     return diagnose(load_facts(folder))
 
 

@@ -1,17 +1,21 @@
 """Data, collate functions and hooks that make a run slow in one known way, for ``benchmarks/doctor.py``.
 
 Nothing here is simulated: a slow loader sleeps as a slow store would, a slow decoder computes, batches of unequal
-samples really cost unequally.
+samples really cost unequally, what was dropped from the page cache is read from the disk.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -71,6 +75,33 @@ def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"x": x, "y": torch.stack([sample["y"] for sample in samples])}
 
 
+class Cold(Dataset[dict[str, Tensor]]):
+    """Samples of 64 KiB in a file that the page cache never holds."""
+
+    _BYTES, _NUM = 1 << 16, 512
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the dataset
+        for _ in range(self._NUM):
+            self._file.write(os.urandom(self._BYTES))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start, fd = index % self._NUM * self._BYTES, self._file.fileno()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(fd, start, self._BYTES, os.POSIX_FADV_DONTNEED)
+        data = torch.frombuffer(bytearray(os.pread(fd, self._BYTES, start)), dtype=torch.uint8)
+        return {"x": data[:WIDTH].float() / 255, "y": torch.tensor(index % 2)}
+
+
+def cold() -> Cold:
+    return Cold()
+
+
 def slow_collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     time.sleep(0.002 * len(samples))
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -98,6 +129,21 @@ def net(hidden: int = 512, layers: int = 4) -> Net:
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch), batch["y"])
+
+
+_CALLS = count(1)
+_BRANCHES_AT = 20
+
+
+def branching_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Averages its value over the ranks to look at it; rank 1 calls another collective once."""
+    value = loss(model, batch)
+    seen = value.detach().clone()
+    if next(_CALLS) == _BRANCHES_AT and dist.get_rank() == 1:
+        dist.all_gather([torch.empty_like(seen) for _ in range(dist.get_world_size())], seen)
+    else:
+        dist.all_reduce(seen)
+    return value
 
 
 class Garbage(Hook):

@@ -162,6 +162,12 @@ class RunFacts:
         total = sum(getattr(one, group).get(name, 0.0) for one in self.resources.get(rank, ()))
         return total / seconds if seconds > 0 else 0.0
 
+    def sent_bytes_per_s(self, rank: int) -> float:
+        """What a rank sent to others, over its counted steps."""
+        own = self.times.get(rank, ())
+        seconds = sum(one.seconds for one in own)
+        return sum(sum(one.sent_bytes.values()) for one in own) / seconds if seconds > 0 else 0.0
+
     def ranks_of_host(self, host_number: int) -> tuple[int, ...]:
         return tuple(rank for rank, used in self.resources.items() if used and used[0].host_number == host_number)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from closeranks.core.events import Resources
 from closeranks.doctor.diagnose import diagnose
+from closeranks.doctor.finding import Finding
 from tests.doctor.made import facts
 
 
@@ -79,6 +81,46 @@ def test_busy_processors_leave_less_to_gain_for_readers() -> None:
 
     assert gain(0.6) == pytest.approx(0.5, rel=0.05)
     assert gain(1.6) == pytest.approx(0.2)
+
+
+def _reading(disk: float, called: float, busy: float = 0.2, read_s: float = 0.3) -> Finding:
+    """The first finding about a run that waits for data: MB a second from the disk, and of read calls."""
+    host = {"cpus": 0.4, "num_cpus": 2.0, "disk_busy_share": busy}
+    reads = {"cpus": 0.2, "read_bytes": disk * 5e6, "read_call_bytes": called * 5e6}
+    used = {rank: Resources(seconds=5.0, process=reads, host_wide={} if rank else host) for rank in (0, 1)}
+    done = {"data_read_s": read_s, "data_decode_s": 0.2}
+    return diagnose(facts({"data": 0.1}, {"data": 0.1}, used=used, done=done)).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("disk", "called", "is_from_disk"),
+    [(40.0, 50.0, True), (40.0, 0.1, True), (5.0, 50.0, False), (0.1, 0.1, False), (0.0, 0.0, False)],
+    ids=["read calls", "mapped files", "the page cache has most", "hardly any", "unknown"],
+)
+def test_page_cache_misses_are_why_training_waits_for_data(disk: float, called: float, is_from_disk: bool) -> None:
+    found = _reading(disk, called)
+    assert found.cause == "input-bound"
+    assert ("mostly for reading from the disk" in found.what) == is_from_disk
+    words = "40 MB/s from the disk: the page cache misses"
+    assert any(words in one for one in found.evidence) == is_from_disk
+    assert [change.key for change in found.changes] == ["data.workers"]
+
+
+def test_more_readers_are_not_advised_for_a_disk_that_is_busy() -> None:
+    assert _reading(40.0, 50.0, busy=0.95).changes == ()
+
+
+def test_a_slow_decoder_is_not_blamed_on_the_disk() -> None:
+    assert "decoding" in _reading(40.0, 50.0, read_s=0.1).what
+
+
+def test_bytes_of_collectives_are_no_reads_of_data() -> None:
+    """Sockets are read by the same calls as files: of 130 MB/s here, 90 MB/s."""
+    reads = Resources(seconds=5.0, process={"read_bytes": 2e8, "read_call_bytes": 6.5e8})
+    made = facts({"data": 0.1}, used={0: reads}, done={"data_read_s": 0.3})
+    assert "disk" not in diagnose(made).findings[0].what
+    rows = tuple(replace(one, sent_bytes={"data.all_reduce": 18_000_000}) for one in made.times[0])
+    assert "from the disk" in diagnose(replace(made, times={0: rows})).findings[0].what
 
 
 @pytest.mark.parametrize(

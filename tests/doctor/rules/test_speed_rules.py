@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from closeranks.core.events import Resources
+from closeranks.core.events import Resources, Saved
 from closeranks.doctor.diagnose import RULES, diagnose
 from closeranks.doctor.run_facts import RunFacts
 from tests.doctor.made import NUM, even, facts
@@ -176,6 +176,19 @@ def test_a_slow_host_is_told_from_a_slow_rank(hosts: Sequence[int], slow: Sequen
     assert first.cause == "straggler"
     assert first.what.startswith(said)
     assert first.gain == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("every", "save_s", "found"),
+    [(1, 2.0, ["slow-saves"]), (1, 0.1, []), (10, 2.0, ["slow-saves"]), (20, 2.0, []), ("auto", 2.0, []), (0, 2.0, [])],
+)
+def test_saves_that_take_longer_than_the_steps_between_them(every: int | str, save_s: float, found: list[str]) -> None:
+    saves = [Saved(step=step, seconds=save_s) for step in (2, 12)]
+    remote = Saved(step=12, seconds=100.0, tier="remote")
+    made = facts(settings={"checkpoint": {"every": every}}, events=[*saves, remote])
+    findings = diagnose(made).findings
+    assert [one.cause for one in findings] == found
+    assert [str(change) for one in findings for change in one.changes] == ["checkpoint.every=40"] * len(found)
 
 
 def test_ranks_of_different_stages_are_not_compared() -> None:

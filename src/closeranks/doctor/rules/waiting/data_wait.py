@@ -1,7 +1,8 @@
 """Does training wait for data, and which part of reading is slow?
 
 A rank waits for a batch only while its readers take longer than its computation. With ``num`` workers they take a
-``num``-th of the time, side by side.
+``num``-th of the time, side by side. What the page cache does not hold is read from the disk: the kernel counts that
+for each process, mapped files included.
 """
 
 from __future__ import annotations
@@ -17,6 +18,16 @@ from closeranks.doctor.run_facts import RunFacts
 _MOST_WORKERS = 8
 _HEADROOM = 0.8
 """Workers are chosen to need this share of the time that is there."""
+_DISK_BYTES_PER_S = 1 << 20
+"""Reading less than this from a disk is not what takes the time."""
+_MISSES = 0.5
+"""The share of the bytes read that must come from the disk."""
+_BUSY_DISK = 0.8
+"""More readers gain nothing from a disk that is as busy as this."""
+_FROM_DISK = (
+    "The page cache does not hold the data: use a faster disk, a host with more free memory, or smaller samples "
+    "(closeranks data build). data.shuffle = 'blocks' reads neighbouring samples together."
+)
 _HELP = {
     "reading": "Read ahead in more processes; data.shuffle = 'blocks' reads neighbouring samples together.",
     "fetching": "Fetch more at a time: more data.workers and data.prefetch hide the latency of the store.",
@@ -41,6 +52,8 @@ def find(facts: RunFacts) -> Iterator[Finding]:
         return
     slowest = max(stages, key=lambda name: stages[name])
     advice = _HELP[slowest] if read_s else "Read ahead in more processes."
+    from_disk = _from_disk(facts, worst) if slowest == "reading" else ""
+    slowest, advice = ("reading from the disk", _FROM_DISK) if from_disk else (slowest, advice)
     if 1 - facts.busy_cpus < gain:  # what must be computed needs a processor
         gain = max(0.0, 1 - facts.busy_cpus)
         advice += f" The processors of this host are busy {percent(facts.busy_cpus)} of the time, so that gains less."
@@ -49,12 +62,14 @@ def find(facts: RunFacts) -> Iterator[Finding]:
     if read_s:
         times = ", ".join(f"{name} {milliseconds(spent)}" for name, spent in stages.items() if spent)
         evidence.append(f"reading one step's samples takes rank 0: {times}")
+    evidence += [from_disk] if from_disk else []
+    is_busy = bool(from_disk) and _disk_busy_share(facts, worst) >= _BUSY_DISK
     yield Finding(
         "input-bound",
         f"Training waits for data {percent(share)} of the time" + (f", mostly for {slowest}." if read_s else "."),
         tuple(evidence),
         advice,
-        (SettingChange("data.workers", workers, now),),
+        () if is_busy else (SettingChange("data.workers", workers, now),),
         gain,
         frozenset({"straggler", "uneven-batches", "exposed-communication", "user-code"}),
     )
@@ -71,6 +86,23 @@ def _stages(facts: RunFacts) -> Mapping[str, float]:
         "decoding": fmean(step.data_decode_s for step in steps),
         "collating": fmean(step.data_collate_s for step in steps),
     }
+
+
+def _from_disk(facts: RunFacts, rank: int) -> str:
+    """What a rank and its readers get from the disk, in words; empty if they hardly read any."""
+    disk, called = (facts.used_per_s(rank, "process", name) for name in ("read_bytes", "read_call_bytes"))
+    called -= facts.sent_bytes_per_s(rank)  # sockets are read by the same calls, about as much as is sent
+    share = disk / max(disk, called, 1.0)
+    if disk < _DISK_BYTES_PER_S or share < _MISSES:
+        return ""
+    busy = _disk_busy_share(facts, rank)
+    words = f"; the busiest disk of its host is busy {percent(busy)} of the time" if busy else ""
+    return f"rank {rank} reads {disk / 1e6:.3g} MB/s from the disk: the page cache misses {percent(share)}{words}"
+
+
+def _disk_busy_share(facts: RunFacts, rank: int) -> float:
+    host = next((numbers for numbers in facts.hosts if rank in numbers), ())
+    return max((facts.used_mean(one, "host_wide", "disk_busy_share") for one in host), default=0.0)
 
 
 def _enough_workers(read_s: float, busy_s: float, now: int) -> int:
