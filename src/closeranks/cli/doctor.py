@@ -22,9 +22,10 @@ HELP = """Say what holds a run back: findings, worst first, with the change to m
   closeranks doctor runs/tiny --json               for programs
   closeranks doctor runs/tiny --rule my_rules:slow_tokenizer
 
-It reads the metrics that every run records (docs/phases.md) and changes nothing. A change is printed as a line that
-`closeranks train` takes: closeranks train job.toml data.workers=2. A rule of your own is a function that takes the
-facts of a run and yields findings (docs/doctor.md). Exit status 0, whether or not something was found.
+It reads the metrics that every run records (docs/phases.md) and, if NCCL_DEBUG=INFO was set, which transports NCCL uses
+(docs/nccl.md). It changes nothing. A change is printed as a line that `closeranks train` takes: closeranks train
+job.toml data.workers=2. A rule of your own is a function that takes the facts of a run and yields findings
+(docs/doctor.md). Exit status 0, whether or not something was found.
 """
 
 
