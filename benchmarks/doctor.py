@@ -111,7 +111,7 @@ PLANTED = (
         ("checkpoint.save=true", "checkpoint.every=1", "train.steps=200"),
         place=slow_disk(8 << 20),
     ),
-    Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(1.0)),
+    Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(0.4)),
     Planted("noisy-neighbour", "noisy-neighbour", TINY, place=beside_others(2)),
     Planted("slow-link", "exposed-communication", OWN, place=two_hosts(400), says="gradients travel"),
     Planted("tensor-across-hosts", "tensor-across-hosts", TINY, ("layout=tensor=2",), place=two_hosts(1000)),

@@ -17,6 +17,12 @@ def test_only_steps_that_all_ranks_recorded_and_that_are_not_first_count() -> No
     assert [one.step for one in found.steps] == [2, 3]
 
 
+def test_the_last_step_of_the_job_waits_for_the_final_save_and_does_not_count() -> None:
+    rows = [{}] * 19 + [{"save": 9.0}]
+    assert facts(rows, started={"last_step": 21}).mean_s("save") == 0.0
+    assert facts(rows, started={"last_step": 90}).mean_s("save") == pytest.approx(9.0 / 20)
+
+
 def test_a_run_without_records_has_no_facts() -> None:
     found = collect_facts({}, [], {})
     assert (found.num_steps, found.step_s, found.uneven_s, dict(found.exposed_s)) == (0, 0.0, 0.0, {})

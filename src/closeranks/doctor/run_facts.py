@@ -1,8 +1,8 @@
 """What a diagnosis knows of a run: its settings, where the time of its steps went by rank, what happened in between.
 
 Pure: decoded events in, one value out; the means that rules ask for are computed once. Invariants: a redone step counts
-once; the first steps of each process, which warm up and compile, do not count; all means are over the same steps on
-every rank, so that they can be compared.
+once; the first steps of each process, which warm up and compile, do not count, nor does the last step of the job, which
+waits for the final save; all means are over the same steps on every rank, so that they can be compared.
 
 [Note: exposed and uneven] A rank that waits for a collective waits for two things: that the last rank arrives, and the
 transfer itself. The rank that arrives last waits only for the transfer, so in each step the least waiting of any rank
@@ -230,14 +230,15 @@ def collect_facts(
     nccl: NcclLog | None = None,
 ) -> RunFacts:
     """``times``: by rank, then by step. ``events``: further events of rank 0 and of the agent, in any order."""
-    counted = frozenset.intersection(*(frozenset(own) for own in times.values())) if times else frozenset()
-    kept = sorted(counted - frozenset(first_steps))
     kinds = list(events)
+    started = next((one for one in reversed(kinds) if isinstance(one, RunStarted)), RunStarted())
+    common = frozenset.intersection(*(frozenset(own) for own in times.values())) if times else frozenset()
+    counted = common - frozenset(first_steps) - {started.last_step}
     return RunFacts(
-        started=next((one for one in reversed(kinds) if isinstance(one, RunStarted)), RunStarted()),
+        started=started,
         settings=settings,
-        steps=tuple(step for step in steps if step.step in counted and step.step not in frozenset(first_steps)),
-        times={rank: tuple(own[step] for step in kept) for rank, own in sorted(times.items())},
+        steps=tuple(step for step in steps if step.step in counted),
+        times={rank: tuple(own[step] for step in sorted(counted)) for rank, own in sorted(times.items())},
         evals=tuple(one for one in kinds if isinstance(one, Evaluated)),
         saves=tuple(one for one in kinds if isinstance(one, Saved)),
         lost=tuple(one for one in kinds if isinstance(one, RankLost)),
