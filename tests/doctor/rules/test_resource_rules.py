@@ -106,6 +106,17 @@ def test_page_cache_misses_are_why_training_waits_for_data(disk: float, called: 
     assert [change.key for change in found.changes] == ["data.workers"]
 
 
+@pytest.mark.parametrize(
+    ("data_s", "cpus", "found"),
+    [(0.01, 0.6, ["input-bound"]), (0.01, 1.99, []), (0.1, 1.99, ["input-bound"])],
+    ids=["processors are free", "none is free", "none is free, but the wait is long"],
+)
+def test_readers_that_lack_a_processor_are_not_blamed_for_it(data_s: float, cpus: float, found: list[str]) -> None:
+    busy = _used(cpus / 2, host_wide={"cpus": cpus})
+    made = facts({"data": data_s}, done={"data_read_s": 0.005}, used={0: busy})
+    assert [one.cause for one in diagnose(made).findings] == found
+
+
 def test_more_readers_are_not_advised_for_a_disk_that_is_busy() -> None:
     assert _reading(40.0, 50.0, busy=0.95).changes == ()
 

@@ -18,6 +18,8 @@ from closeranks.doctor.run_facts import RunFacts
 _MOST_WORKERS = 8
 _HEADROOM = 0.8
 """Workers are chosen to need this share of the time that is there."""
+_LEAST_ON_BUSY_HOST = 0.15
+"""Where no processor is free, readers wait for one as everything else does: less than this says nothing about them."""
 _DISK_BYTES_PER_S = 1 << 20
 """Reading less than this from a disk is not what takes the time."""
 _MISSES = 0.5
@@ -47,17 +49,16 @@ def find(facts: RunFacts) -> Iterator[Finding]:
     busy_s = max(facts.step_s - waited[worst], 1e-9)
     workers = _enough_workers(read_s, busy_s, now)
     left = max(0.0, read_s / workers - busy_s) / facts.step_s if facts.step_s else 0.0
-    gain = _saved_share(facts, waited) - left
-    if gain < LEAST_GAIN:
+    gain, share, free = _saved_share(facts, waited) - left, facts.share(waited[worst]), 1 - facts.busy_cpus
+    if gain < LEAST_GAIN or (free < LEAST_GAIN and share < _LEAST_ON_BUSY_HOST):
         return
     slowest = max(stages, key=lambda name: stages[name])
     advice = _HELP[slowest] if read_s else "Read ahead in more processes."
     from_disk = _from_disk(facts, worst) if slowest == "reading" else ""
     slowest, advice = ("reading from the disk", _FROM_DISK) if from_disk else (slowest, advice)
-    if 1 - facts.busy_cpus < gain:  # what must be computed needs a processor
-        gain = max(0.0, 1 - facts.busy_cpus)
+    if free < gain:  # what must be computed needs a processor
+        gain = max(0.0, free)
         advice += f" The processors of this host are busy {percent(facts.busy_cpus)} of the time, so that gains less."
-    share = facts.share(waited[worst])
     evidence = [f"rank {worst} waits {milliseconds(waited[worst])} of a step of {milliseconds(facts.step_s)} for data"]
     if read_s:
         times = ", ".join(f"{name} {milliseconds(spent)}" for name, spent in stages.items() if spent)
