@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data servers clean
+.PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data bench-telemetry servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (a minute or two)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
 	@echo "make bench-data how fast samples arrive, against six other loaders (about 15 minutes, a venv of its own)"
+	@echo "make bench-telemetry what telemetry costs and finds, against TraceML (about 10 minutes, in the same venv)"
 	@echo "make install    only make .venv"
 
 install: $(VENV)/.installed
@@ -99,7 +100,7 @@ bench: install
 	$(BIN)/python benchmarks/membership.py
 	$(BIN)/python benchmarks/doctor.py
 
-# The other loaders do not agree on their dependencies with ours: they live in a venv beside.
+# What we are compared with does not always agree on its dependencies with ours: it lives in a venv beside.
 PEERS := .venv-peers
 bench-data:
 	test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
@@ -107,6 +108,12 @@ bench-data:
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data,peers-data]'
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps litdata mosaicml-streaming
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/data.py
+
+bench-telemetry:
+	test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[peers-telemetry]'
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/telemetry_peers.py
 
 clean:
 	rm -rf $(VENV) .venv-peers runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

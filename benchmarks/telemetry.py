@@ -4,10 +4,10 @@ Two ranks train a Llama with everything recorded (phases, bytes sent, memory, an
 default); two other ranks train the same with ``telemetry.phases = false`` and ``telemetry.sample_s = 0``. Only one pair
 computes at a time: they take turns of a few steps, and the ratio of step rates is taken within each round. Beside the
 ratio, whose spread is that of the machine, stand the spans: the processor time that the recorder itself takes of a
-step, as the number of its calls times the cost of one, and by a clock around it. Two rows: steps of about 10 and 200
-ms.
+step, as the number of its calls times the cost of one, and by a clock around it; and the instructions of the same calls
+if valgrind is installed. Two rows: steps of about 10 and 200 ms.
 
-    python benchmarks/telemetry.py                    both rows, about five minutes on a quiet machine
+    python benchmarks/telemetry.py                    both rows, about seven minutes on a quiet machine
     python benchmarks/telemetry.py --row short        only the short step
 """
 
@@ -28,6 +28,8 @@ from statistics import mean
 from typing import Any
 
 from results import Spread, begin, conclude, say
+from telemetry_instructions import count_instructions
+from telemetry_instructions import in_step as instructions_in_step
 
 NUM_RANKS = 2
 GOAL = 0.01
@@ -100,6 +102,7 @@ def main() -> None:
     args = _arguments()
     names = ROWS if args.row == "both" else (args.row,)
     figures = {name: measure(_row(ROWS[name], args), args.batch) for name in names}
+    add_instructions(figures)
     goal = f"telemetry's own time at most {GOAL:.0%} of a step, by spans; the quartiles of the ratio reach {1 - GOAL}"
     conclude("telemetry", figures, goal, all(is_met(row) for row in figures.values()))
 
@@ -160,6 +163,19 @@ def in_step(spans: list[dict[str, Any]]) -> dict[str, Any]:
     slower = max(by_rank, key=lambda one: one["telemetry_us"])
     slower["look_share"] = slower["look_ms"] / 1000 / DEFAULT_SAMPLE_S
     return {name: round(value, 5) for name, value in slower.items()}
+
+
+def add_instructions(figures: dict[str, dict[str, Any]]) -> None:
+    counts = count_instructions()
+    for name, row in figures.items():
+        row["instructions"] = counts
+        if counts is not None:
+            in_step = instructions_in_step(counts, row["num_switches"], row["num_counts"])
+            row["instructions"] = {**counts, "in_step": round(in_step)}
+            each = ", ".join(f"{part} {executed:,}" for part, executed in counts.items())
+            say(f"{name} step: {in_step:,.0f} instructions of telemetry ({each})")
+    if counts is None:
+        say("instructions are not counted: valgrind is not installed")
 
 
 def _show(row: Row, figures: dict[str, Any]) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
+from telemetry_instructions import in_step as instructions_in_step
+from telemetry_instructions import parse_total
 
 from telemetry import ROWS, compare, in_step, is_met
 from tests.benchmarks.scripts import run_script
@@ -42,6 +45,13 @@ def test_spans_must_meet_the_goal_and_the_spread_must_allow_it(share: float, hig
     assert is_met({"share_of_step": share, "ratio": {"high": high}}) is met
 
 
+def test_instructions_of_a_step_are_those_of_its_calls_and_the_record() -> None:
+    assert parse_total("==7== \n==7== I   refs:      1,234,567\n") == 1_234_567
+    with pytest.raises(RuntimeError, match="counted nothing"):
+        parse_total("valgrind: no such tool")
+    assert instructions_in_step({"switch": 100, "count": 50, "record": 7}, num_switches=3, num_counts=2) == 407
+
+
 @pytest.mark.world
 @pytest.mark.slow
 def test_it_measures_and_concludes() -> None:
@@ -52,3 +62,7 @@ def test_it_measures_and_concludes() -> None:
     assert row["num_counts"] >= 1, "gradients are summed"
     assert 0 < row["share_of_step"] < 0.5
     assert row["ratio"]["num"] == 3
+    if shutil.which("valgrind") is None:
+        assert row["instructions"] is None
+    else:
+        assert 10_000 < row["instructions"]["record"] < row["instructions"]["in_step"] < 10_000_000
