@@ -9,13 +9,14 @@ and of others, too: ``RESIDUAL_HEAVY`` is all that is neither data nor computing
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from results import say
-from telemetry_peers_lane import start, tail
+from telemetry_peers_lane import send_signal, start, tail
 
 from closeranks.core.errors import UserError
 from closeranks.doctor.finding import Finding
@@ -131,7 +132,10 @@ def run_traceml(loop: PlantedLoop, num_ranks: int, seed: int, folder: Path) -> d
     folder.mkdir()
     log = folder / "log"
     process = start({**plan, **loop.plan}, num_ranks, folder / "lane", log)
-    process.wait(_TIMEOUT_S)
+    try:
+        process.wait(_TIMEOUT_S)
+    finally:
+        send_signal(process, signal.SIGKILL)  # what is left of it
     path = folder / "lane" / "traceml" / "final_summary.json"
     if not path.is_file():
         raise UserError(f"TraceML wrote no summary of {loop.name}: {tail(log)}", "Run it by hand.")

@@ -77,19 +77,12 @@ class Lane:
     def close(self) -> None:
         self._stack.close()
 
-    def _processes(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            return [self._root, *self._root.children(recursive=True)]
-        return []
-
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        send_signal(self._root, number)
 
     def _cpu_seconds(self) -> float:
         spent = 0.0
-        for process in self._processes():
+        for process in processes(self._root):
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 spent += times.user + times.system
@@ -99,6 +92,19 @@ class Lane:
         """Nobody needs what a launcher writes at the end, and frozen processes can be killed."""
         self._signal(signal.SIGKILL)
         self._root.wait()
+
+
+def processes(root: psutil.Process) -> list[psutil.Process]:
+    """A process and all its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def send_signal(root: psutil.Process, number: signal.Signals) -> None:
+    for process in processes(root):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def start(plan: Mapping[str, Any], num_ranks: int, folder: Path, log: Path) -> psutil.Popen:
