@@ -23,6 +23,7 @@ from tests.docs.pages import ROOT
 SOURCE = ROOT / "src" / "closeranks"
 PHASES = (
     "begin",
+    "loaded",
     "before_forward",
     "before_backward",
     "after_backward",
@@ -48,6 +49,7 @@ COMPONENTS = {  # in the order of the list in run.build, then of those that a se
     "GradientNoiseScale": "gradient noise scale",
     "GradientCompressionQuality": "error of compression",
     "UnusedParameters": "parameters without gradient",
+    "ModelFlops": "FLOPs of your own module",
     "PhaseRecorder": "time by phase, bytes sent",
     "ResourceUse": "processors, disks, network, GPU",
     "MemoryRecorder": "memory by kind",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from closeranks.telemetry.device import device_name
+from closeranks.telemetry.goodput.loss_target import load_target
 from closeranks.telemetry.goodput.run_account import load_account
 from closeranks.telemetry.goodput.run_cost import find_price
 from closeranks.telemetry.goodput.time_account import (
@@ -29,6 +30,7 @@ from closeranks.telemetry.goodput.time_account import (
     TimeAccount,
 )
 from closeranks.telemetry.live.status import read_status
+from closeranks.telemetry.run_log.run_history import load_history
 from tests.faults.harness import SHAPES, assert_struck, go
 from tests.faults.stopwatch import time_that_counts
 
@@ -125,3 +127,28 @@ def test_a_run_that_is_continued_is_one_account(tmp_path: Path) -> None:
     assert status is not None
     assert status.account.worker_s == pytest.approx(account.worker_s, rel=0.005)
     assert (status.account.num_steps, status.account.num_launches) == (24, 2)
+
+
+def test_a_target_loss_is_found_over_a_kill_and_a_second_command(tmp_path: Path) -> None:
+    """The mean of 20 steps that reaches it is of steps 3 to 22: of two commands, and of steps done twice."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "struck").mkdir()
+    plain = go(tmp_path / "plain", "ddp", "train.steps=24")
+    losses = [done.loss for done in load_history(plain.run).steps]
+    target = f"telemetry.target_loss={sum(losses[2:22]) / 20 + 1e-9!r}"
+    first = go(tmp_path / "struck", "ddp", target, faults="kill(rank=1, step=8)")
+    assert_struck(first, "killed")
+    assert re.search(r"target loss \S+ in training: not reached \(lowest so far", first.out), first.said
+    ran = go(tmp_path / "struck", "ddp", "train.steps=24", "checkpoint.resume=run", target)
+    assert ran.code == 0, ran.said
+    assert re.search(r"target loss \S+ in training: reached at step 22, after ", ran.out), ran.said
+    status, found, account = read_status(ran.run), load_target(ran.run), load_account(ran.run)
+    assert status is not None
+    assert status.target is not None
+    assert found is not None
+    assert found.step == status.target.step == 22
+    assert found.loss == status.target.loss == pytest.approx(sum(losses[2:22]) / 20, rel=1e-12)
+    assert found.num_samples == status.target.num_samples == 22 * 16
+    assert found.worker_s == pytest.approx(SHAPES["ddp"].num_workers * found.wall_s, rel=0.01)
+    assert status.target.wall_s == pytest.approx(found.wall_s, rel=0.02)
+    assert 0.5 * account.wall_s < found.wall_s < account.wall_s

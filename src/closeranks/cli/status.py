@@ -82,6 +82,7 @@ def _read(folder: Path) -> tuple[RunStatus, StatusFreshness]:
 
 def _unwatched(folder: Path) -> RunStatus:
     """The status of a run that has no agent, as far as its metrics tell."""
+    from closeranks.telemetry.goodput.loss_target import load_target
     from closeranks.telemetry.goodput.run_account import load_account
     from closeranks.telemetry.live.status import UNWATCHED, RunStatus
     from closeranks.telemetry.run_log.run_folder import RunFolder
@@ -101,6 +102,7 @@ def _unwatched(folder: Path) -> RunStatus:
         device=started.device if started else "",
         item=started.item if started else "token",
         account=load_account(folder),
+        target=load_target(folder),
     )
 
 

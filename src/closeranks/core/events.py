@@ -7,7 +7,7 @@ can still be read; a missing field takes its default.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from closeranks.core.dataclass_fields import checked_fields
@@ -66,8 +66,31 @@ class RunStarted(Event):
     """and per forward and backward. 0: recorded by a version that did not write it."""
     hardware_flops_per_item: float = 0.0
     """``flops_per_item`` and what recompute repeats of it; 0: not known."""
+    target_loss: float | None = None
+    """What the job wants to reach (``telemetry.target_loss``),"""
+    target_of: str = "training"
+    """and of what loss: ``evaluation`` or ``training``."""
     process_s: float = 0.0
     """Age of this rank's process: imports, forming the group, building the model and restoring its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsCounted(Event):
+    """The FLOPs of a model whose spec does not know them, counted on the first micro-batch."""
+
+    name: ClassVar[str] = "flops_counted"
+    flops_per_item: float = 0.0
+    """As in ``RunStarted``; 0: they could not be counted."""
+    hardware_flops_per_item: float = 0.0
+    seconds: float = 0.0
+    """How long it took."""
+    why: str = ""
+    """Why they could not be counted, in words."""
+
+    def added_to(self, started: RunStarted) -> RunStarted:
+        return replace(
+            started, flops_per_item=self.flops_per_item, hardware_flops_per_item=self.hardware_flops_per_item
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +424,7 @@ class RunEnded(Event):
 _EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        *(RunStarted, StepDone, StepPhases, Resources, MemoryUsed, Evaluated),
+        *(RunStarted, FlopsCounted, StepDone, StepPhases, Resources, MemoryUsed, Evaluated),
         *(Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
         *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen, Standstill),
         *(Launched, LaunchEnded),

@@ -43,8 +43,14 @@ class TelemetryConfig(ConfigTable):
     prices: str = ""
     """A TOML file with what an hour of each device costs (docs/goodput.md). They come before the built-in ones."""
 
+    target_loss: float | None = Field(default=None, allow_inf_nan=False)
+    """A loss to reach: status and report say when the run first did and what it cost until then (docs/goodput.md)."""
+
     phases: bool = True
     """Measure where the time of every step goes, and what it sends. It costs some tens of microseconds a step."""
+
+    count_flops: bool = True
+    """Count the FLOPs of a module of your own, without computing it, so that MFU is shown (docs/runs.md)."""
 
     sample_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Seconds between two looks at processors, memory, disks, network and GPU, in a thread of their own; 0: none."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from closeranks.core.events import (
     Evaluated,
+    FlopsCounted,
     HostChanged,
     NoiseSeen,
     RankLost,
@@ -140,12 +141,23 @@ def test_the_start_says_how_a_step_is_cut(batch: int, micro: int, words: str) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"flops_per_item": 0.0}, "FLOPs are not known"),
         ({"datasheet_flops": None, "measured_flops": None}, "for this device, so"),
+        ({"datasheet_flops": None}, "measured matmul peak is shown instead"),
     ],
 )
 def test_a_missing_peak_is_explained(changes: dict[str, object], words: str) -> None:
     assert words in event_lines.started_line(replace(GPU, **changes))
+
+
+def test_counted_flops_are_told_or_why_there_are_none() -> None:
+    started = replace(GPU, flops_per_item=0.0, item="sample")
+    assert "MFU" not in event_lines.started_line(started)
+    counted = FlopsCounted(1.234e9)
+    assert event_lines.flops_line(started, counted) == "1.23B FLOPs per sample, forward and backward"
+    line = event_lines.flops_line(replace(started, datasheet_flops=None), counted)
+    assert line.endswith("share of the measured matmul peak is shown instead of MFU")
+    why = event_lines.flops_line(started, FlopsCounted(why="it reads a value"))
+    assert why == "no MFU is shown, as this model's FLOPs could not be counted: it reads a value"
 
 
 @pytest.mark.parametrize(

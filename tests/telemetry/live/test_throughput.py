@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeranks.core.events import RunStarted
+from closeranks.core.events import FlopsCounted, RunStarted
 from closeranks.telemetry.live.throughput import MeterReading, ThroughputMeter, efficiency
 from tests.telemetry.conftest import step
 
@@ -137,3 +137,17 @@ def test_faults_so_far_are_expected_again() -> None:
     assert calm.eta_error_s == pytest.approx(0, abs=1e-5)
     assert struck.eta_s == pytest.approx(100 * (1 + 3 * 5 / 100))
     assert struck.eta_error_s == pytest.approx(1.645 * 5 * math.sqrt(3 + 3**2 / 3))
+
+
+def test_counted_flops_make_mfu_and_outlive_a_generation() -> None:
+    unknown = replace(GPU, flops_per_item=0.0)
+    meter = ThroughputMeter(unknown)
+    meter.observe(step(1, seconds=1.0))
+    assert meter.observe(step(2, seconds=1.0)).mfu is None
+    meter.note_flops(FlopsCounted(1e6, 4e6 / 3))
+    expected = efficiency(replace(GPU, hardware_flops_per_item=4e6 / 3), 1000.0)
+    reading = meter.observe(step(3, seconds=1.0))
+    assert (reading.mfu, reading.hfu) == (expected.mfu, expected.hfu)
+    assert expected.mfu
+    meter.start_generation(replace(unknown, generation=1))
+    assert meter.observe(step(4, seconds=9.0)).mfu == expected.mfu

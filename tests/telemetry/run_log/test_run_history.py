@@ -8,6 +8,7 @@ import pytest
 from closeranks.core.events import (
     Evaluated,
     Event,
+    FlopsCounted,
     RankLost,
     RanksClosed,
     Restored,
@@ -156,3 +157,12 @@ def test_the_agents_record_is_read_beside_rank_0s(make_run: Callable[..., Path])
     assert history.snapshots is not None
     assert history.snapshots.copies == "replica"
     assert len(history.steps) == 40
+
+
+def test_counted_flops_are_the_runs() -> None:
+    unknown = replace(CPU, flops_per_item=0.0)
+    again = replace(unknown, generation=1, first_step=1)
+    history = history_of(unknown, step(1), FlopsCounted(3e6, 4e6), again, step(2))
+    assert [one.started.flops_per_item for one in history.starts] == [3e6, 3e6]
+    assert history.started is not None
+    assert history.started.hardware_flops_per_item == 4e6

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from closeranks.core.errors import ConfigError
 from closeranks.core.protocols import DataSource, LocalParameter, ModelSpec, Reducer
@@ -44,6 +45,7 @@ from closeranks.run.components.gradient_noise import GradientNoiseScale
 from closeranks.run.components.gradient_sync import GradientSync
 from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.components.model import Model, RunningStatistics
+from closeranks.run.components.model_flops import ModelFlops, make_model_flops
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
 from closeranks.run.components.resource_use import MemoryRecorder, ResourceUse
 from closeranks.run.components.step_phases import PhaseRecorder
@@ -167,8 +169,8 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
         groups = open_mesh_groups(world_group.group, layout, device, job.run.timeout_s, num_replicas)
     label_groups(groups.world, groups)
     world_group.closers.append(groups.close)
-    grouping = ParameterGrouping(job.optim)
-    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=grouping.assign_groups)
+    grouping, flops = ParameterGrouping(job.optim), make_model_flops(job, world, spec, device)
+    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=preparation(grouping, flops))
     chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
@@ -205,7 +207,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
         unused,
     ]
     components = Components(one for one in own if one is not None)
-    add_recorders(components, job.telemetry, world, model, reducer)
+    add_recorders(components, job.telemetry, world, model, reducer, flops)
     vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, batches, vote, components)
     identity = _identity(job, inputs.source, batches)
@@ -214,13 +216,16 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
         state=RunState(context, model, components, identity, local.replica if local else None),
         eval_source=inputs.eval_source,
         warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
-        started_fields=_started(measured_flops, buckets),
+        started_fields=_started(job, inputs, measured_flops, buckets),
     )
 
 
-def _started(measured_flops: float, buckets: BucketTuning) -> dict[str, Any]:
+def _started(job: Job, inputs: RunInputs, measured_flops: float, buckets: BucketTuning) -> dict[str, Any]:
     """Fields of ``RunStarted``."""
+    evaluates = inputs.eval_source is not None and job.train.eval_every > 0
     return {
+        "target_loss": job.telemetry.target_loss,
+        "target_of": "evaluation" if evaluates else "training",
         "measured_flops": measured_flops,
         "bucket_mib": buckets.bucket_mib,
         "link_latency_s": buckets.link.latency_s if buckets.link else None,
@@ -292,10 +297,28 @@ def make_unused_parameters(
     )
 
 
+def preparation(grouping: ParameterGrouping, flops: ModelFlops | None) -> Callable[[nn.Module], None]:
+    """What needs the whole model, before any transform."""
+
+    def prepare(module: nn.Module) -> None:
+        grouping.assign_groups(module)
+        if flops is not None:
+            flops.copy(module)
+
+    return prepare
+
+
 def add_recorders(
-    components: Components, telemetry: TelemetryConfig, world: World, model: Model, reducer: Reducer
+    components: Components,
+    telemetry: TelemetryConfig,
+    world: World,
+    model: Model,
+    reducer: Reducer,
+    flops: ModelFlops | None,
 ) -> None:
     """What is measured of the steps and of the resources that they use."""
+    if flops is not None:
+        components.add(flops)
     if telemetry.phases:
         components.add(PhaseRecorder(model.device, telemetry))
     if telemetry.sample_s:

@@ -4,6 +4,7 @@ A component overrides the methods it needs and does not depend on the others. Th
 in the order of the list in ``run.builder.build``, which is the same on every rank, so a phase may contain collectives.
 
     begin            the step opens
+    loaded           its micro-batches are on the device
     before_forward   a micro-batch is about to run through one of this rank's stages
     before_backward  its loss is known (not called with a pipeline, whose schedule runs backward)
     after_backward   its gradients are added up (likewise)
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from closeranks.capture.tensors import StateTensor
     from closeranks.core.events import Event
+    from closeranks.data.loading.batch_reader import LoadedBatch
     from closeranks.data.sampling.order import MicroBatch
     from closeranks.elastic.vote import Ballot, Verdict
     from closeranks.run.state.saved_state import SavedState
@@ -55,6 +57,8 @@ class Component:
     # Phases of a step. ``index`` is the number of steps finished before it.
 
     def begin(self, index: int) -> None: ...
+
+    def loaded(self, index: int, batches: Sequence[LoadedBatch]) -> None: ...
 
     def before_forward(self, micro_batch: MicroBatch, stage: int) -> None: ...
 

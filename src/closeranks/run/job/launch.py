@@ -41,6 +41,7 @@ from closeranks.run.job.resize import describe_samples, fault_limits, resize_job
 from closeranks.run.job.run_folder import make_free_folder, prepare_folder, remove_refused_folder, unwritable_error
 from closeranks.run.job.status_updates import StatusUpdater
 from closeranks.run.worker.error_output import print_error, report_turn
+from closeranks.telemetry.goodput.loss_target import tell_target
 from closeranks.telemetry.live.progress import ProgressDisplay
 from closeranks.telemetry.run_log.recorder import AGENT, EventRecorder
 
@@ -275,6 +276,7 @@ def _start(launch: _Launch, num_workers: int) -> None:
         finally:
             progress.close()
             if display.has_begun:
+                tell_target(display.folder, progress.print_line)
                 _write_report(launch, display.folder, failure)
     if outcome.reason != "finished":
         where = f". {outcome.rescued}" if outcome.rescued else f"; {_resume_hint(display.folder, display.saved)}"

@@ -31,6 +31,7 @@ from closeranks.core.events import (
     Warned,
 )
 from closeranks.telemetry.goodput.live_account import LiveAccount
+from closeranks.telemetry.goodput.loss_target import continued_watch
 from closeranks.telemetry.live import event_lines
 from closeranks.telemetry.live.status import (
     HostStatus,
@@ -73,7 +74,13 @@ class StatusUpdater:
         self._started = RunStarted()
         self._meter = ThroughputMeter(self._started)
         self._reading: MeterReading | None = None
-        self._account = _account_after(folder)
+        self._continue(folder)
+
+    def _continue(self, folder: Path) -> None:
+        """Continue the account and the target of earlier commands in this folder."""
+        before = read_status(folder)
+        self._account = LiveAccount(before.account, before.step) if before is not None else LiveAccount()
+        self._target = continued_watch(folder, before.target if before is not None else None)
 
     def set_folder(self, folder: Path) -> None:
         """A script's session writes to another folder than the one that was prepared."""
@@ -82,10 +89,12 @@ class StatusUpdater:
                 with suppress(OSError):
                     RunFolder(self._folder).status.unlink(missing_ok=True)
             self._folder, self._writer = folder, StatusWriter(folder, on_problem=self._on_problem)
-            self._account = _account_after(folder)
+            self._continue(folder)
 
     def handle(self, event: Event) -> None:
         self._account.add(time.time(), event)
+        if self._target.add(event, self._account.account) and (reached := self._target.target) is not None:
+            self._note(f"loss {reached.loss:.5g} in {reached.of} at step {reached.step}: the target is reached")
         match event:
             case RunStarted():
                 self._begin(event)
@@ -175,6 +184,7 @@ class StatusUpdater:
             eta_s=self._reading.eta_s if self._reading else None,
             eta_error_s=self._reading.eta_error_s if self._reading else None,
             account=self._account.account(),
+            target=self._target.target,
         )
 
     def _note(self, text: str) -> None:
@@ -185,12 +195,6 @@ class StatusUpdater:
         lost, self._lost = self._lost, None
         if lost is not None:
             self._note(event_lines.lost_words(lost))
-
-
-def _account_after(folder: Path) -> LiveAccount:
-    """Continues the account of earlier commands in this folder."""
-    before = read_status(folder)
-    return LiveAccount(before.account, before.step) if before is not None else LiveAccount()
 
 
 def _worker(worker: WorkerView) -> WorkerStatus:

@@ -142,6 +142,8 @@ class Step:
         self._is_taken = True
         self._timer.enter_phase(WorkerPhase.DATA)
         self._loaded = self._engine.batches.load_step(self.index, self._assigned)
+        for loaded in self._phases["loaded"]:
+            loaded(self.index, self._loaded)
         self._timer.start()
         return self._loaded
 

@@ -30,6 +30,7 @@ from closeranks.run.worker.collective_hooks import record_collectives
 from closeranks.run.worker.error_output import ReportTurn, describe_failure, print_error, report_turn
 from closeranks.run.worker.generation_cache import load_payload
 from closeranks.run.worker.rendezvous import count_failure, wait_for_all_ranks
+from closeranks.telemetry.goodput.loss_target import tell_target
 from closeranks.telemetry.live.progress import ProgressDisplay
 from closeranks.telemetry.reports.pages import write_pages
 
@@ -100,6 +101,8 @@ def _train_as_one_of_many(job: Job, job_file: str, overrides: Sequence[str]) -> 
             failure = str(described)
             return described.exit_code
         finally:
+            if session and world.is_lead:
+                tell_target(session.folder, progress.print_line)
             if session and world.is_lead and job.telemetry.report:
                 write_pages(
                     session.folder,

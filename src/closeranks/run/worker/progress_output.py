@@ -14,6 +14,7 @@ from closeranks.facts.prices import load_prices
 from closeranks.run.diagnosis import findings_section
 from closeranks.run.worker.agent_client import AgentClient, StandaloneClient, current_agent_client
 from closeranks.telemetry.config import TelemetryConfig
+from closeranks.telemetry.goodput.loss_target import tell_target
 from closeranks.telemetry.live.progress import ProgressDisplay
 from closeranks.telemetry.reports.pages import write_pages
 from closeranks.telemetry.run_log.recorder import EventRecorder
@@ -47,6 +48,7 @@ class _ProgressOutput:
         if not isinstance(event, RunEnded):
             return
         self._progress.close()
+        tell_target(self._folder, self._progress.print_line)
         if self._telemetry.report:
             write_pages(
                 self._folder, self._progress.print_line, is_script=True, findings=findings_section, in_thread=True

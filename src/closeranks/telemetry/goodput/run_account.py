@@ -202,7 +202,7 @@ def load_account(folder: Path) -> TimeAccount:
     ranks = {0: read_rank(run.metrics(0))} if run.metrics(0).exists() else {}
     for file in _sample(others):
         ranks[file.rank] = read_rank(file.path)
-    return build_account(ranks, tuple(_agent_lines(run)), 1 + len(others))
+    return build_account(ranks, load_agent_events(folder), 1 + len(others))
 
 
 def _sample(paths: Sequence[Path]) -> Iterator[_RankFile]:
@@ -243,6 +243,11 @@ def add_energy(record: RankRecord, at: float, gpu: object) -> None:
     joules = gpu.get("energy_j") if isinstance(gpu, dict) else None
     if isinstance(joules, int | float) and 0 <= joules < 1e12:
         record.energy.append((float(joules), at))
+
+
+def load_agent_events(folder: Path) -> tuple[TimedEvent, ...]:
+    """What an account needs of the agent's record."""
+    return tuple(_agent_lines(RunFolder(folder)))
 
 
 def _agent_lines(run: RunFolder) -> Iterator[TimedEvent]:

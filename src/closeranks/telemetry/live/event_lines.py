@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from closeranks.core.events import (
     Evaluated,
+    FlopsCounted,
     HostChanged,
     NoiseSeen,
     RankLost,
@@ -169,14 +170,20 @@ def parameters(started: RunStarted) -> str:
 
 
 def _why_no_mfu(started: RunStarted) -> str:
-    if not started.flops_per_item:
-        return "this model's FLOPs are not known, so no MFU is shown"
-    if started.datasheet_flops:
+    if not started.flops_per_item or started.datasheet_flops:  # flops_line says it where they are counted later
         return ""
     device = "CPU" if is_cpu(started.device) else "device"
     if started.measured_flops:
         return f"no datasheet for this {device}: share of the measured matmul peak is shown instead of MFU"
     return f"no datasheet for this {device}, so no MFU is shown"
+
+
+def flops_line(started: RunStarted, counted: FlopsCounted) -> str:
+    """After the first step of a model whose FLOPs had to be counted."""
+    if not counted.flops_per_item:
+        return f"no MFU is shown, as this model's FLOPs could not be counted: {counted.why}"
+    found = f"{formatting.compact(counted.flops_per_item)} FLOPs per {started.item}, forward and backward"
+    return "; ".join(filter(None, (found, _why_no_mfu(counted.added_to(started)))))
 
 
 def evaluated_line(event: Evaluated) -> str:

@@ -22,6 +22,7 @@ from rich.text import Text
 from closeranks.core.events import (
     Evaluated,
     Event,
+    FlopsCounted,
     HostChanged,
     NoiseSeen,
     RankLost,
@@ -112,6 +113,9 @@ class ProgressDisplay:
                 self._print_event(event_lines.save_failed_line(event), style="bold red")
             case NoiseSeen():
                 self._show_noise(event)
+            case FlopsCounted():
+                self._meter.note_flops(event)
+                self._print_event(event_lines.flops_line(self._started, event))
             case Resumed():
                 self.print_line(event_lines.resumed_line(event))
             case Warned():

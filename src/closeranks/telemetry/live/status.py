@@ -21,6 +21,7 @@ from typing import Any
 from closeranks.core.dataclass_fields import checked_fields
 from closeranks.core.system.linux import boot_id
 from closeranks.core.system.regular_file import read_text
+from closeranks.telemetry.goodput.loss_target import LossTarget
 from closeranks.telemetry.goodput.time_account import TimeAccount
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
@@ -111,6 +112,8 @@ class RunStatus:
     """and by how much that may be wrong, with a probability of 90%."""
     account: TimeAccount = field(default_factory=TimeAccount)
     """Where the time of all workers went since the run began, earlier commands included."""
+    target: LossTarget | None = None
+    """The loss that the job wants to reach."""
 
     @property
     def has_ended(self) -> bool:
@@ -173,7 +176,9 @@ def decode_status(values: Mapping[str, Any]) -> RunStatus:
     own |= {
         name: tuple(kind(**checked_fields(kind, item)) for item in own.get(name, ())) for name, kind in kinds.items()
     }
+    target = values.get("target")
     parts = {
+        "target": None if target is None else LossTarget(**checked_fields(LossTarget, target)),
         "writer": StatusProcess(**checked_fields(StatusProcess, values.get("writer", {}))),
         "account": TimeAccount(**checked_fields(TimeAccount, values.get("account", {}))),
     }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from closeranks.facts.prices import DevicePrice
 from closeranks.telemetry import formatting
 from closeranks.telemetry.goodput.account_text import account_lines
+from closeranks.telemetry.goodput.loss_target import target_words
 from closeranks.telemetry.live.status import RunStatus, StatusFreshness, WorkerStatus
 
 
@@ -24,6 +25,8 @@ def status_text(status: RunStatus, freshness: StatusFreshness, now: float, price
             "",
             *_table(("host", "workers", "state"), [(h.name, str(h.num_workers), h.state) for h in status.hosts]),
         ]
+    if status.device and status.target is not None:
+        parts += ["", f"target loss: {target_words(status.target, price, status.device, status.item)}"]
     if status.device and (lines := account_lines(status.account, price, status.device, status.item)):
         parts += ["", *lines]
     if status.happened:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from closeranks.core.events import RunStarted, StepDone
+from closeranks.core.events import FlopsCounted, RunStarted, StepDone
 
 _WINDOW_S = 5.0
 _WINDOW_STEPS = 10
@@ -63,6 +63,15 @@ def efficiency(started: RunStarted, items_per_s: float) -> Efficiency:
     return Efficiency(mfu, over(started.measured_flops), hfu)
 
 
+def with_known_flops(started: RunStarted, before: RunStarted) -> RunStarted:
+    """A later generation does not count FLOPs again: they are those of the one before."""
+    if started.flops_per_item or not started.generation:
+        return started
+    return replace(
+        started, flops_per_item=before.flops_per_item, hardware_flops_per_item=before.hardware_flops_per_item
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Timed:
     items: int
@@ -91,7 +100,10 @@ class ThroughputMeter:
         if started.world_size != self._started.world_size:
             self._window.clear()
             self._items, self._seconds, self._squares = 0, 0.0, 0.0
-        self._started, self._is_first = started, True
+        self._started, self._is_first = with_known_flops(started, self._started), True
+
+    def note_flops(self, counted: FlopsCounted) -> None:
+        self._started = counted.added_to(self._started)
 
     def observe(self, done: StepDone) -> MeterReading:
         self._num_steps += 1

@@ -18,6 +18,7 @@ from closeranks.core.events import Evaluated, RunStarted, Saved, StepDone
 from closeranks.core.printable import printable
 from closeranks.facts.devices import is_cpu
 from closeranks.telemetry import formatting
+from closeranks.telemetry.goodput.loss_target import load_target, target_words
 from closeranks.telemetry.goodput.run_account import load_account
 from closeranks.telemetry.goodput.run_cost import find_price
 from closeranks.telemetry.live.event_lines import batch_words, noise_line, parameters
@@ -199,6 +200,7 @@ def _figures(run: RunFolder, history: RunHistory, settings: ResolvedSettings) ->
         ReportFigure("steps", _steps(history, started)),
         ReportFigure("loss", _loss_figure(history)),
         ReportFigure("evaluation", _eval_figure(history.evals)),
+        ReportFigure("target loss", _target(run, started)),
         ReportFigure("time", _time(history)),
         ReportFigure("throughput", _throughput(history, started)),
         *_peaks(history, started),
@@ -208,6 +210,12 @@ def _figures(run: RunFolder, history: RunHistory, settings: ResolvedSettings) ->
         ReportFigure("bad samples", _bad_samples(history)),
         ReportFigure("checkpoint", _checkpoint(run, history)),
     )
+
+
+def _target(run: RunFolder, started: RunStarted) -> str:
+    target = load_target(run.path)
+    price, _ = find_price(run.path, started.device)
+    return "" if target is None else target_words(target, price, started.device, started.item)
 
 
 def _gradients(history: RunHistory, started: RunStarted) -> str:

@@ -15,6 +15,7 @@ from closeranks.core.events import (
     Compressed,
     Evaluated,
     Event,
+    FlopsCounted,
     NoiseSeen,
     Restored,
     Resumed,
@@ -26,6 +27,7 @@ from closeranks.core.events import (
     StepDone,
     Warned,
 )
+from closeranks.telemetry.live.throughput import with_known_flops
 from closeranks.telemetry.run_log.fault_history import FaultHistory, TimedEvent, fault_history
 from closeranks.telemetry.run_log.recorder import lines_of, parse_line, read_events
 from closeranks.telemetry.run_log.run_folder import RunFolder
@@ -164,6 +166,8 @@ class _HistoryBuilder:
         match event:
             case RunStarted():
                 self._begin(event, at)
+            case FlopsCounted() if self.starts:
+                self.starts[-1] = event.added_to(self.starts[-1])
             case StepDone():
                 self.steps[event.step] = event
             case Evaluated():
@@ -193,7 +197,7 @@ class _HistoryBuilder:
         if started.generation and self.intervals:  # recovery time belongs to the run
             first, last = self.intervals[-1]
             self.intervals[-1] = (first, max(at, last))
-        self.starts.append(started)
+        self.starts.append(with_known_flops(started, self.starts[-1]) if self.starts else started)
         self.intervals.append((at, at))
         self.ended = None
 

@@ -13,7 +13,17 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
-from closeranks.core.events import Evaluated, Event, MemoryUsed, Resources, RunStarted, Saved, StepDone, StepPhases
+from closeranks.core.events import (
+    Evaluated,
+    Event,
+    FlopsCounted,
+    MemoryUsed,
+    Resources,
+    RunStarted,
+    Saved,
+    StepDone,
+    StepPhases,
+)
 from closeranks.telemetry.live.throughput import ThroughputMeter
 
 Labels = tuple[tuple[str, str], ...]
@@ -95,6 +105,8 @@ class Rates:
                     self._meter.start_generation(event)
                 else:
                     self._meter, self._has_started = ThroughputMeter(event), True
+            case FlopsCounted():
+                self._meter.note_flops(event)
             case Evaluated():
                 self._meter.pause(event.seconds)
             case Saved():
