@@ -86,6 +86,7 @@ bench: install
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/telemetry.py
+	$(BIN)/python benchmarks/exposed.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/sync.py

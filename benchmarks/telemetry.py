@@ -52,19 +52,10 @@ ROWS = {"short": Row("short", 10.0, 32, 1, 60, 40), "long": Row("long", 200.0, 1
 
 
 class Lane:
-    """A pair of ranks that trains with telemetry on or off; it computes only in its turns."""
+    """A pair of ranks that runs ``script``; it computes only in its turns."""
 
-    def __init__(self, name: str, row: Row, batch: int, folder: Path) -> None:
-        self.name, self._stack = name, ExitStack()
-        arguments = {
-            "batch": batch,
-            "seq_len": row.seq_len,
-            "num_layers": row.num_layers,
-            "num_steps": (2 * row.num_rounds + 4) * row.num_steps + 1000,
-            "folder": str(folder / f"{name}-{batch}"),
-            "phases": name == "on",
-            "sample_s": SAMPLE_S[name],
-        }
+    def __init__(self, script: str, arguments: dict[str, Any]) -> None:
+        self._script, self._stack = script, ExitStack()
         port = _free_port()
         self._ranks = [self._start(rank, port, arguments) for rank in range(NUM_RANKS)]
 
@@ -72,7 +63,7 @@ class Lane:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         environment = os.environ | {name: str(value) for name, value in (world | address).items()}
-        command = [sys.executable, str(Path(__file__).with_name("telemetry_lane.py")), json.dumps(arguments)]
+        command = [sys.executable, str(Path(__file__).with_name(self._script)), json.dumps(arguments)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
@@ -98,6 +89,20 @@ class Lane:
         self._stack.close()
 
 
+def open_lane(name: str, row: Row, batch: int, folder: Path) -> Lane:
+    """With telemetry on or off."""
+    arguments = {
+        "batch": batch,
+        "seq_len": row.seq_len,
+        "num_layers": row.num_layers,
+        "num_steps": (2 * row.num_rounds + 4) * row.num_steps + 1000,
+        "folder": str(folder / f"{name}-{batch}"),
+        "phases": name == "on",
+        "sample_s": SAMPLE_S[name],
+    }
+    return Lane("telemetry_lane.py", arguments)
+
+
 def main() -> None:
     args = _arguments()
     names = ROWS if args.row == "both" else (args.row,)
@@ -115,7 +120,7 @@ def is_met(row: dict[str, Any]) -> bool:
 def measure(row: Row, batch: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="closeranks-telemetry-") as folder, ExitStack() as stack:
         batch = batch or calibrate(row, Path(folder))
-        lanes = {name: Lane(name, row, batch, Path(folder)) for name in LANES}
+        lanes = {name: open_lane(name, row, batch, Path(folder)) for name in LANES}
         for lane in lanes.values():
             stack.callback(lane.close)
             lane.ask("steps", row.num_steps)
@@ -134,7 +139,7 @@ def calibrate(row: Row, folder: Path) -> int:
     """The batch whose step takes the target, from the times of two small ones."""
     times = {}
     for batch in (1, 4):
-        lane = Lane("off", row, batch, folder)
+        lane = open_lane("off", row, batch, folder)
         lane.ask("steps", row.num_steps)
         times[batch] = min(max(one["seconds"] for one in lane.ask("steps", row.num_steps)) for _ in range(3))
         lane.close()
