@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from closeranks.core.events import (
+    FlopsCounted,
     HostChanged,
     NoiseSeen,
     RankLost,
@@ -123,6 +124,15 @@ def test_mfu_stands_where_a_datasheet_is_known(make_run: Callable[..., Path]) ->
     text = write_report(make_run(replace(CPU, device="NVIDIA H200", datasheet_flops=2.5e12))).read_text()
     assert "| MFU | 1.5% (3.0% of the measured matmul peak) |" in text
     assert "at its peak on rank 0's device" in text
+
+
+def test_counted_flops_make_mfu_and_others_are_explained(make_run: Callable[..., Path]) -> None:
+    own = replace(CPU, device="NVIDIA H200", datasheet_flops=2.5e12, flops_per_item=0.0)
+    folder = make_run(own)
+    add(folder, FlopsCounted(7.5e6, 7.5e6))
+    assert "| MFU | 1.5% (3.0% of the measured matmul peak) |" in write_report(folder).read_text()
+    add(folder, FlopsCounted(why="its code reads a | b"))
+    assert "| MFU | not shown, as FLOPs could not be counted: its code reads a / b |" in write_report(folder).read_text()
 
 
 def test_a_drained_run_goes_on_to_its_own_end(make_run: Callable[..., Path], tmp_path: Path) -> None:

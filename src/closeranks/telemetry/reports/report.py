@@ -305,7 +305,9 @@ def _throughput(history: RunHistory, started: RunStarted) -> str:
 
 
 def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]:
-    average = history.throughput().items_per_s
+    average, counted = history.throughput().items_per_s, history.flops_counted
+    if counted is not None and counted.why:
+        return (ReportFigure("MFU", f"not shown, as FLOPs could not be counted: {counted.why}".replace("|", "/")),)
     if average is None:
         return ()
     shares = efficiency(started, average)

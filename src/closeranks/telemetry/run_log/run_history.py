@@ -98,6 +98,7 @@ class RunHistory:
     fault_history: FaultHistory = field(default_factory=FaultHistory)
     noise: NoiseSeen | None = None
     """The last conclusive measurement of the noise scale."""
+    flops_counted: FlopsCounted | None = None
 
     @property
     def started(self) -> RunStarted | None:
@@ -159,6 +160,7 @@ class _HistoryBuilder:
         self.snapshots: Snapshotting | None = None
         self.compressed: dict[int, Compressed] = {}
         self.noise: NoiseSeen | None = None
+        self.flops_counted: FlopsCounted | None = None
         self.ended: RunEnded | None = None
         self.evals_s = self.saves_s = 0.0
 
@@ -167,7 +169,7 @@ class _HistoryBuilder:
             case RunStarted():
                 self._begin(event, at)
             case FlopsCounted() if self.starts:
-                self.starts[-1] = event.added_to(self.starts[-1])
+                self.starts[-1], self.flops_counted = event.added_to(self.starts[-1]), event
             case StepDone():
                 self.steps[event.step] = event
             case Evaluated():
@@ -223,6 +225,7 @@ class _HistoryBuilder:
             snapshots=self.snapshots,
             fault_history=faults,
             noise=self.noise,
+            flops_counted=self.flops_counted,
         )
 
 
