@@ -11,7 +11,8 @@ from closeranks.cli.terminal import safe_echo
 
 HELP = """Redraw the plots of a run folder and rewrite its report, also while the run is active.
 
-Writes report.md, curve.png (loss and speed), phases.png (where the time went) and report.html, which holds all of them.
+Writes report.md, curve.png (loss and speed), phases.png (where the time of a step went), memory.png (by kind and rank),
+goodput.png (where the time of the workers went, and what it cost) and report.html, which holds all of them.
 
 \b
   closeranks report runs/tiny
@@ -26,15 +27,13 @@ def report(run: Annotated[Path, typer.Argument(help="The run's folder.", metavar
     from closeranks.core.errors import UserError
     from closeranks.run.diagnosis import findings_section
     from closeranks.telemetry.reports.html_page import write_html
-    from closeranks.telemetry.reports.phase_plot import draw_phases
+    from closeranks.telemetry.reports.pages import draw_pictures
     from closeranks.telemetry.reports.report import write_report
-    from closeranks.telemetry.reports.run_plot import draw_run
 
     if not (run / "metrics").is_dir():
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
     try:
-        draw_run(run)
-        draw_phases(run)
+        draw_pictures(run)
         safe_echo(write_report(run, findings=findings_section))
         safe_echo(write_html(run))
     except OSError as error:

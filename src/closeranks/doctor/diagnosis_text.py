@@ -24,6 +24,7 @@ def diagnosis_text(name: str, facts: RunFacts, diagnosis: Diagnosis) -> str:
     if not diagnosis.findings and facts.num_steps:
         lines += ["", "Nothing found that is worth changing.", *_labelled("time", _shares(facts))]
     lines += ["", *(f"Not known: {what}." for what in diagnosis.missing)] if diagnosis.missing else []
+    lines += ["", *(f"Note: {note}." for note in facts.notes)] if facts.notes else []
     lines += [f"A rule failed: {what}" for what in diagnosis.failed_rules]
     return "\n".join(lines)
 
@@ -93,6 +94,7 @@ def diagnosis_json(name: str, facts: RunFacts, diagnosis: Diagnosis) -> dict[str
         "nccl": nccl_json(facts.nccl),
         "findings": [_finding_json(finding) for finding in diagnosis.findings],
         "missing": list(diagnosis.missing),
+        "notes": list(facts.notes),
         "failed_rules": list(diagnosis.failed_rules),
     }
 

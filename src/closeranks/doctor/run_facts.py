@@ -51,7 +51,7 @@ class RunFacts:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The resolved job."""
     steps: tuple[StepDone, ...] = ()
-    """Counted steps, as rank 0 recorded them."""
+    """Counted steps, as rank 0 recorded them; of a long run a sample, evenly spread."""
     times: Mapping[int, tuple[StepPhases, ...]] = field(default_factory=dict)
     """By rank: where the time of each counted step went; the same steps for every rank."""
     evals: tuple[Evaluated, ...] = ()
@@ -65,6 +65,8 @@ class RunFacts:
     """By rank: the share of the time in which its device was idle, from a trace; empty without one."""
     nccl: NcclLog | None = None
     """What NCCL printed about its transports; None if it printed nothing (``NCCL_DEBUG`` was not set)."""
+    notes: tuple[str, ...] = ()
+    """What of the metrics was not read, or could not be, in sentences."""
 
     def setting(self, key: str) -> Any:
         """A value of the job by its dotted key; None for a missing key."""

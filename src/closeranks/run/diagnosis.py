@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from closeranks.core.events import Event, Resources, Warned
@@ -54,7 +55,8 @@ def _facts(
     for record in resources.records:
         used.setdefault(record.rank, []).append(record.used)
     steps, events = history.steps, _events(history)
-    return collect_facts(settings.values, steps, phases.steps, history.first_steps, events, used, idle, nccl)
+    facts = collect_facts(settings.values, steps, phases.steps, history.first_steps, events, used, idle, nccl)
+    return replace(facts, notes=history.notes)
 
 
 def _first_lines(paths: Iterable[Path]) -> Iterator[str]:

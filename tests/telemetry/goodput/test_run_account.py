@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from closeranks.core.events import StepDone, StepPhases, encode
 from closeranks.telemetry.goodput import run_account
 from closeranks.telemetry.goodput.rank_record import record_of
-from closeranks.telemetry.goodput.run_account import build_account, load_account
+from closeranks.telemetry.goodput.run_account import build_account, load_account, read_rank
 from closeranks.telemetry.goodput.time_account import ROW_WORDS, UNACCOUNTED, TimeAccount
+from closeranks.telemetry.run_log import step_reader
 from closeranks.telemetry.run_log.recorder import AGENT, to_line
+from closeranks.telemetry.run_log.step_reader import RankLog
 from tests.telemetry.goodput.simulated import SimulatedRun
+from tests.telemetry.run_log.long_run import small_blocks
 
 
 def assert_true(run: SimulatedRun, tolerance: float = 1e-6) -> TimeAccount:
@@ -235,8 +238,39 @@ def test_a_large_run_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = load_account(tmp_path)
     assert (found.num_read, found.num_ranks) == (2, 4)
     assert found.worker_s == pytest.approx(run.account().worker_s)
-    monkeypatch.setattr(run_account, "_BYTES_READ", 10)
+    monkeypatch.setattr(step_reader, "OTHER_BYTES", 10)
     assert load_account(tmp_path).num_read == 1
+
+
+@pytest.mark.parametrize("slow", [{}, {2: 0.1}])
+def test_a_long_run_has_the_same_account_from_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: dict[int, float]
+) -> None:
+    run = SimulatedRun(num_ranks=3, slow=slow)
+    run.launch()
+    run.steps(300)
+    run.fault(back_to=140)
+    run.steps(200)
+    run.steps(5, taken=False)
+    run.steps(20)
+    run.end()
+    run.pause(3600.0)
+    run.launch(first_step=330)
+    run.steps(400)
+    run.end()
+    write(run, tmp_path)
+    exact = load_account(tmp_path)
+    small_blocks(monkeypatch)
+    monkeypatch.setattr(step_reader, "OTHER_BYTES", 40)
+    monkeypatch.setattr(step_reader, "_bytes_to_read", lambda path, whole_bytes: 1)
+    record = read_rank(RankLog(tmp_path / "metrics" / "rank-00000.jsonl"))
+    assert sum(session.num_summed for session in record.sessions) > 300, "most steps are known in sum only"
+    found = load_account(tmp_path)
+    for name in ROW_WORDS:
+        assert found.rows[name] == pytest.approx(exact.rows[name], abs=2e-3 * exact.worker_s), name
+    assert found.worker_s == pytest.approx(exact.worker_s)
+    assert (found.num_steps, found.num_items, found.num_redone) == (exact.num_steps, exact.num_items, exact.num_redone)
+    assert found.num_read == 3
 
 
 def test_energy_is_added_up_over_intervals_and_ranks(tmp_path: Path) -> None:

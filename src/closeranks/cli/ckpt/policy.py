@@ -135,7 +135,7 @@ def _measured(run: Path) -> MeasuredSaves:
     saves = [fields for fields in events if fields.get("tier", "primary") == "primary"]
     if not saves:
         raise UserError(f"{run} has saved nothing yet", "Give --save-cost and --durable instead of --run.")
-    history, durable_s = load_history(run), median(float(fields["seconds"]) for fields in saves)
+    history, durable_s = load_history(run, all_steps=True), median(float(fields["seconds"]) for fields in saves)
     transfers_s = [float(fields["seconds"]) - durable_s for fields in events if fields.get("tier") == "remote"]
     counted = [step.seconds for step in history.steps if step.step not in history.first_steps]
     return MeasuredSaves(

@@ -64,6 +64,16 @@ class AppendFile:
             self._flush()
         self._drop_oldest()
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Size of the file; None if it cannot be told, or while something is buffered."""
+        if self._file is None or self._held:
+            return None
+        try:
+            return os.fstat(self._file).st_size
+        except OSError:
+            return None
+
     def move(self, path: Path) -> None:
         """Continue at the end of another file; the content of this one is moved there."""
         if self._is_closed or path == self.path:

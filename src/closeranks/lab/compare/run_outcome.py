@@ -90,7 +90,12 @@ def read_outcome(
     compare: CompareConfig, run: ComparisonRun, run_folder: ComparisonRunFolder, record: RunRecord
 ) -> ComparisonRunOutcome:
     return outcome_of(
-        compare, run, record, load_history(run_folder.folder), recorded_step_times(run_folder), str(run_folder.folder)
+        compare,
+        run,
+        record,
+        load_history(run_folder.folder, all_steps=True),
+        recorded_step_times(run_folder),
+        str(run_folder.folder),
     )
 
 

@@ -46,7 +46,7 @@ class RecordedRun:
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:
-    run, history = RunFolder(folder), load_history(folder)
+    run, history = RunFolder(folder), load_history(folder, all_steps=True)
     steps = history.steps
     return RecordedRun(
         losses={step.step: step.loss for step in steps},

@@ -81,7 +81,16 @@ def holds_run(folder: Path) -> bool:
 
 def _would_replace(folder: Path) -> str:
     """The name of a file in it that a run would overwrite; empty if there is none."""
-    names = ("config.json", "status.json", "report.md", "report.html", "curve.png", "phases.png")
+    names = (
+        "config.json",
+        "status.json",
+        "report.md",
+        "report.html",
+        "curve.png",
+        "phases.png",
+        "memory.png",
+        "goodput.png",
+    )
     return next((name for name in names if (folder / name).exists()), "")
 
 

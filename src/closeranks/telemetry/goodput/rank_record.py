@@ -3,7 +3,8 @@
 A session lasts from a ``run_started`` to the next: one generation of one command. Phases measure a step from its
 beginning to that of the next, and are written a step later; so a rank that was killed leaves a step or two without
 phases, for which the duration in ``step`` is taken. Invariants: incremental (a live run is folded as it goes), a few
-numbers are kept per step, and a step that is done again no longer counts in the session that did it first.
+numbers are kept per step, and a step that is done again no longer counts in the session that did it first. Of a long
+run, steps may come summed up in blocks, which have one entry each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from closeranks.core.events import Evaluated, Event, RunEnded, RunStarted, StepDone, StepPhases
 from closeranks.core.phases import VOTE
 from closeranks.telemetry.goodput.time_account import IN_PHASES
+from closeranks.telemetry.run_log.step_blocks import StepBlock
 
 _LOOK_BACK = 1024
 """Phases come at most so many steps after their step, or before it (the interval of local SGD)."""
@@ -22,7 +24,7 @@ _LONGEST_S = 1e9
 """30 years: no step is longer."""
 _BUBBLE = "pipeline."
 """Stages wait for each other by design; the other axes only exchange."""
-_DONE, _TAKEN, _PHASED = 1, 2, 4
+_DONE, _TAKEN, _PHASED, _SUMMED = 1, 2, 4, 8
 
 
 class SessionRecord:
@@ -48,7 +50,7 @@ class SessionRecord:
         self.num_counted = self.num_items = self.num_redone = 0
         self.steps, self.waits = array("q"), array("d")
         """The steps that were not redone, and for how long each waited for other ranks."""
-        self._seconds, self._kinds, self._items = array("d"), array("b"), array("q")
+        self._seconds, self._kinds, self._items, self._nums = array("d"), array("b"), array("q"), array("q")
         self._sum_s = 0.0
         self._evals_s: dict[int, float] = {}
 
@@ -59,6 +61,49 @@ class SessionRecord:
 
     def is_counted(self, place: int) -> bool:
         return self._kinds[place] & (_TAKEN | _PHASED) == _TAKEN | _PHASED
+
+    @property
+    def num_summed(self) -> int:
+        """Steps that count and are known only in sum."""
+        both = _TAKEN | _SUMMED
+        return sum(num for num, kind in zip(self._nums, self._kinds, strict=True) if kind & both == both)
+
+    def add_block(self, block: StepBlock) -> None:
+        """Steps that are known only in sum, after the other events among them."""
+        self.last_at = max(block.at, self.last_at)
+        lost = {name: _valid(block.phases[name]) for name in IN_PHASES if name in block.phases}
+        for name, seconds in lost.items():
+            self.lost_s[name] = self.lost_s.get(name, 0.0) + seconds
+        self.phases_s += block.phases_s
+        own_s = max(0.0, block.phases_s - sum(lost.values()))
+        if not block.num_phases:
+            own_s = block.seconds
+            self.unphased_s += block.seconds
+        else:
+            self._evals_s = {step: s for step, s in self._evals_s.items() if not block.first <= step <= block.last}
+            self._measured_in_block(block.num_phases)
+        skipped_s = own_s * min(1.0, block.skipped_s / block.seconds) if block.seconds else 0.0
+        self.done_at = block.at
+        taken = (block.num - block.num_skipped, own_s - skipped_s, block.items - block.skipped_items)
+        for kind, (num, seconds, items) in (
+            (_DONE | _TAKEN | _SUMMED, taken),
+            (_DONE | _SUMMED, (block.num_skipped, skipped_s, block.skipped_items)),
+        ):
+            if num or seconds:
+                place = self._append(block.last)
+                self._seconds[place], self._kinds[place] = seconds, kind
+                self._items[place], self._nums[place] = items, num
+                self._count(place, 1)
+
+    def _measured_in_block(self, most: int) -> None:
+        """The phases of the last steps before a block are among the sums of the block."""
+        for place in range(len(self.steps) - 1, max(-1, len(self.steps) - 1 - most), -1):
+            if self._kinds[place] & (_PHASED | _SUMMED):
+                return
+            self._count(place, -1)
+            self.unphased_s -= self._seconds[place]
+            self._seconds[place] = 0.0
+            self._count(place, 1)
 
     def add(self, at: float, event: Event | None) -> None:
         self.last_at = max(at, self.last_at)
@@ -76,9 +121,9 @@ class SessionRecord:
         """All later steps are done again, in another session."""
         while self.steps and self.steps[-1] > step:
             self.redone_s += self._seconds[-1]
-            self.num_redone += bool(self._kinds[-1] & _DONE)
+            self.num_redone += self._nums[-1] if self._kinds[-1] & _DONE else 0
             self._count(-1, -1)
-            for column in (self.steps, self.waits, self._seconds, self._kinds, self._items):
+            for column in (self.steps, self.waits, self._seconds, self._kinds, self._items, self._nums):
                 column.pop()
 
     def _finish(self, at: float, done: StepDone) -> None:
@@ -109,6 +154,12 @@ class SessionRecord:
         if place is not None and self._kinds[place] & _PHASED:  # a fault ended the step after it
             self.cut_s += own_s
             return
+        summed = self._summed_place(measured.step) if place is None else None
+        if summed is not None:  # the last step of a block
+            self._count(summed, -1)
+            self._seconds[summed] += own_s
+            self._count(summed, 1)
+            return
         if place is None:
             place = self._append(measured.step)
         else:
@@ -121,10 +172,18 @@ class SessionRecord:
     def _place(self, step: int) -> int | None:
         last = len(self.steps) - 1
         for place in range(last, max(-1, last - _LOOK_BACK), -1):
-            if self.steps[place] == step:
+            if self.steps[place] == step and not self._kinds[place] & _SUMMED:
                 return place
-            if self.steps[place] < step:
+            if self.steps[place] <= step or self._kinds[place] & _SUMMED:
                 return None
+        return None
+
+    def _summed_place(self, step: int) -> int | None:
+        """The entry of the block that has a step and is followed by no other block."""
+        last = len(self.steps) - 1
+        for place in range(last, max(-1, last - 8), -1):
+            if self._kinds[place] & _SUMMED:
+                return place if step <= self.steps[place] else None
         return None
 
     def _append(self, step: int) -> int:
@@ -132,6 +191,7 @@ class SessionRecord:
         self._seconds.append(0.0)
         self._kinds.append(0)
         self._items.append(0)
+        self._nums.append(1)
         self.steps.append(step)
         return len(self.steps) - 1
 
@@ -143,7 +203,7 @@ class SessionRecord:
             return
         self.useful_s += seconds
         if kind & _TAKEN:
-            self.num_counted += sign
+            self.num_counted += sign * self._nums[place]
             self.num_items += sign * self._items[place]
 
 
@@ -164,6 +224,13 @@ class RankRecord:
             self.sessions.append(SessionRecord(event, at))
         elif self.sessions:
             self.sessions[-1].add(at, event)
+
+    def add_block(self, block: StepBlock) -> None:
+        self.last_at = max(block.at, self.last_at)
+        if block.energy_j:
+            self.energy.append((block.energy_j, block.at))
+        if self.sessions and block.num:
+            self.sessions[-1].add_block(block)
 
 
 def record_of(events: Iterable[tuple[float, Event | None]]) -> RankRecord:

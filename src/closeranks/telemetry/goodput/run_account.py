@@ -1,6 +1,6 @@
 """Where did the time of a run's workers go, over all faults and commands? Events of ranks and agent in, account out.
 
-Pure but for ``load_account``. Ranks whose records were not read are taken to be like the mean of those that were.
+Pure but for ``load_records``. Ranks whose records were not read are taken to be like the mean of those that were.
 
 [Note: stragglers] A collective ends when the last rank has arrived, so its waiting is that rank's fault, and the rest
 is communication. The rank that waits least in a step is the one that the others wait for; what each of them waits
@@ -11,8 +11,8 @@ stage, and their own waiting for each other is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from closeranks.core.errors import UserError
 from closeranks.core.events import (
@@ -49,34 +49,52 @@ from closeranks.telemetry.goodput.time_account import (
 from closeranks.telemetry.run_log.fault_history import TimedEvent
 from closeranks.telemetry.run_log.recorder import lines_of, parse_line
 from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.run_log.step_reader import OTHER_SAMPLES, RankLog, other_logs
 
 AGENT_EVENTS = (Launched, LaunchEnded, RankLost, RanksClosed)
 _RANKS_READ = 16
-_BYTES_READ = 64 << 20
-"""Of the ranks besides rank 0. A step takes about 600 bytes and 40 to 90 us to read."""
+
+
+class RunRecords(NamedTuple):
+    """What is read of a run to account for its time: the arguments of ``build_account``."""
+
+    ranks: Mapping[int, RankRecord]
+    agent: Sequence[TimedEvent]
+    num_ranks: int
+
+
+class SessionAccount(NamedTuple):
+    span: SessionSpan
+    rows: Mapping[str, float]
+    """Worker-seconds by row."""
+
+
+def session_accounts(ranks: Mapping[int, RankRecord], agent: Sequence[TimedEvent]) -> list[SessionAccount]:
+    """One after the other; the time between two commands is in none."""
+    return [SessionAccount(span, _session_rows(span, ranks)) for span in find_sessions(_starts(ranks), agent)]
 
 
 def build_account(ranks: Mapping[int, RankRecord], agent: Sequence[TimedEvent], num_ranks: int = 0) -> TimeAccount:
     """``ranks``: records of rank 0 and of any others; ``agent``: its events, in order; ``num_ranks``: how many left a
     record."""
-    sessions = find_sessions(_starts(ranks), agent)
+    sessions = session_accounts(ranks, agent)
     rows = dict.fromkeys(ROW_WORDS, 0.0)
     for session in sessions:
-        for name, seconds in _session_rows(session, ranks).items():
+        for name, seconds in session.rows.items():
             rows[name] += seconds
-    steps = _lead(ranks).sessions
+    spans, steps = [session.span for session in sessions], _lead(ranks).sessions
     energies = [joules for record in ranks.values() for joules, _ in record.energy]
-    num_ranks = max(num_ranks, len(ranks), *(session.world_size for session in sessions), 0)
+    num_ranks = max(num_ranks, len(ranks), *(span.world_size for span in spans), 0)
     return TimeAccount(
         rows=rows,
         worker_s=sum(rows.values()),
-        wall_s=sum(session.end - session.begin for session in sessions),
+        wall_s=sum(span.end - span.begin for span in spans),
         num_steps=sum(one.num_counted for one in steps),
         num_samples=sum(one.num_counted * one.started.global_batch for one in steps),
         num_items=sum(one.num_items for one in steps),
         num_redone=sum(one.num_redone for one in steps),
-        num_launches=sum(session.is_first for session in sessions),
-        num_faults=sum(session.num_faults for session in sessions),
+        num_launches=sum(span.is_first for span in spans),
+        num_faults=sum(span.num_faults for span in spans),
         num_ranks=num_ranks,
         num_read=len(ranks),
         energy_j=sum(energies) * num_ranks / len(ranks) if energies else None,
@@ -155,7 +173,8 @@ def _rank_rows(session: SessionSpan, record: SessionRecord, lead: str) -> dict[s
 
 
 def _straggler_s(found: Mapping[int, SessionRecord], session: SessionSpan) -> float:
-    """See [Note: stragglers]; the sum over the ranks that were read, of steps that count."""
+    """See [Note: stragglers]; the sum over the ranks that were read, of steps that count. Those that are known only in
+    sum are taken to be like the others."""
     total_s = 0.0
     for group in _comparable(found, session.started):
         waits: dict[int, list[float]] = {}
@@ -163,7 +182,9 @@ def _straggler_s(found: Mapping[int, SessionRecord], session: SessionSpan) -> fl
             for place, step in enumerate(record.steps):
                 if record.is_counted(place):
                     waits.setdefault(step, []).append(record.waits[place])
-        total_s += sum(sum(each) - len(each) * min(each) for each in waits.values())
+        group_s = sum(sum(each) - len(each) * min(each) for each in waits.values())
+        num, num_summed = sum(map(len, waits.values())), sum(record.num_summed for record in group)
+        total_s += group_s * (num + num_summed) / max(1, num)
     return total_s
 
 
@@ -188,45 +209,41 @@ def _layout(text: str) -> Layout | None:
     return layout if min(layout.data, layout.tensor, layout.pipeline) > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class _RankFile:
-    rank: int
-    path: Path
-
-
 def load_account(folder: Path) -> TimeAccount:
-    """The account of a run folder. Rank 0's file is read whole; of the others, a few evenly spread over all ranks, as
-    far as 64 MiB go."""
+    """The account of a run folder."""
+    return build_account(*load_records(folder))
+
+
+def load_records(folder: Path) -> RunRecords:
+    """Of rank 0, and of a few others, evenly spread over all ranks."""
     run = RunFolder(folder)
     others = run.other_metrics()
-    ranks = {0: read_rank(run.metrics(0))} if run.metrics(0).exists() else {}
-    for file in _sample(others):
-        ranks[file.rank] = read_rank(file.path)
-    return build_account(ranks, load_agent_events(folder), 1 + len(others))
+    ranks = {0: read_rank(RankLog(run.metrics(0)))} if run.metrics(0).exists() else {}
+    for log in other_logs(run, [path for path in _sample(others) if path.stem.rpartition("-")[2].isdecimal()]):
+        ranks[log.rank] = read_rank(log)
+    return RunRecords(ranks, load_agent_events(folder), 1 + len(others))
 
 
-def _sample(paths: Sequence[Path]) -> Iterator[_RankFile]:
+def _sample(paths: Sequence[Path]) -> Iterator[Path]:
     num = min(len(paths), _RANKS_READ - 1)
-    room = _BYTES_READ
-    for path in (paths[place * len(paths) // num] for place in range(num)):
-        room -= path.stat().st_size
-        rank = path.stem.rpartition("-")[2]
-        if room >= 0 and rank.isdecimal():
-            yield _RankFile(int(rank), path)
+    return (paths[place * len(paths) // num] for place in range(num))
 
 
 _KINDS = {kind.name: kind for kind in (RunStarted, StepDone, StepPhases, Evaluated, RunEnded)}
 _MARKS = tuple(f'"event": "{name}"'.encode() for name in (*_KINDS, "resources"))
 
 
-def read_rank(path: Path) -> RankRecord:
+def read_rank(log: RankLog) -> RankRecord:
     """One rank's record. Lines of other kinds are not parsed."""
     record = RankRecord()
-    for line in lines_of(path):
-        if line[:48].startswith(b"{") and any(mark in line[:48] for mark in _MARKS):
-            fields = parse_line(line)
-            if fields is not None and "at" in fields:
-                _add(record, fields)
+    for stretch in log.stretches("others", num_samples=OTHER_SAMPLES):
+        for line in stretch.lines:
+            if line[:48].startswith(b"{") and any(mark in line[:48] for mark in _MARKS):
+                fields = parse_line(line)
+                if fields is not None and "at" in fields:
+                    _add(record, fields)
+        if stretch.block is not None and not stretch.is_whole:
+            record.add_block(stretch.block)
     return record
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from closeranks.core.events import StepDone
+from closeranks.telemetry.run_log.step_blocks import StepBlock
 
 _MOST_POINTS = 2000
 _LOG_RATIO = 30.0
@@ -131,8 +132,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def rates(steps: Sequence[StepDone], window: int) -> StepCurve:
-    """Items per second over the latest ``window`` steps, at each step."""
+def rates(steps: Sequence[StepDone | StepBlock], window: int) -> StepCurve:
+    """Items per second over the latest ``window`` steps, or blocks of steps, at each of them."""
     items, seconds = _running(step.items for step in steps), _running(step.seconds for step in steps)
     values: list[float] = []
     for stop in range(1, len(steps) + 1):
@@ -140,3 +141,22 @@ def rates(steps: Sequence[StepDone], window: int) -> StepCurve:
         spent_s = seconds[stop] - seconds[first]
         values.append((items[stop] - items[first]) / spent_s if spent_s > 0 else math.nan)
     return StepCurve(tuple(step.step for step in steps), tuple(values))
+
+
+def raw_curve(steps: Sequence[StepDone], blocks: Sequence[StepBlock], name: str) -> StepCurve:
+    """A figure of every step; of each block its lowest and its highest value."""
+    if not blocks:
+        return StepCurve(tuple(step.step for step in steps), tuple(getattr(step, name) for step in steps))
+    points = [(block, getattr(block, name)) for block in blocks]
+    return StepCurve(
+        tuple(step for block, _ in points for step in (block.first, block.last)),
+        tuple(spread.get(end, math.nan) for _, spread in points for end in ("low", "high")),
+    )
+
+
+def mean_curve(steps: Sequence[StepDone], blocks: Sequence[StepBlock], name: str) -> StepCurve:
+    """A figure of every step, or its mean in each block."""
+    if not blocks:
+        return raw_curve(steps, (), name)
+    means = (getattr(block, name).get("mean", math.nan) for block in blocks)
+    return StepCurve(tuple((block.first + block.last) // 2 for block in blocks), tuple(means))

@@ -8,8 +8,11 @@ from closeranks.telemetry.goodput.account_text import account_rows, bill
 from closeranks.telemetry.goodput.time_account import TimeAccount
 
 
-def goodput_section(account: TimeAccount, price: DevicePrice | None, device: str, item: str, note: str = "") -> str:
-    """Where the time of all workers went, and what it cost; empty if nothing was recorded. ``note``: about prices."""
+def goodput_section(
+    account: TimeAccount, price: DevicePrice | None, device: str, item: str, note: str = "", plot: str = ""
+) -> str:
+    """Where the time of all workers went, and what it cost, below the ``plot`` of both; empty if nothing was recorded.
+    ``note``: about prices."""
     rows = account_rows(account)
     if not rows:
         return ""
@@ -23,7 +26,10 @@ def goodput_section(account: TimeAccount, price: DevicePrice | None, device: str
     read = ""
     if account.num_read < account.num_ranks:
         read = f"From the records of {account.num_read} of {account.num_ranks} ranks, evenly spread; others are alike."
-    return "\n".join(["## Goodput and cost", "", *figures, "", *table, *(["", read] if read else []), *_noted(note)])
+    picture = [f"![Where the time of the workers went, and what it cost]({plot})", ""] if plot else []
+    return "\n".join(
+        ["## Goodput and cost", "", *picture, *figures, "", *table, *(["", read] if read else []), *_noted(note)]
+    )
 
 
 def _noted(note: str) -> list[str]:

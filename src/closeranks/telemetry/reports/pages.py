@@ -1,4 +1,4 @@
-"""Writes the report and the plots of a run at its end, as far as the disk allows.
+"""Writes the report and the pictures of a run at its end, as far as the disk allows.
 
 The report comes first: drawing takes a second, and a user who waits for the result need not wait for it. Invariant:
 whatever the disk does, the user gets one line about it: a report never changes how a run ended.
@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from closeranks.core.tracebacks import display_path
+from closeranks.telemetry.reports.goodput_plot import draw_goodput
 from closeranks.telemetry.reports.html_page import write_html
+from closeranks.telemetry.reports.memory_plot import draw_memory
 from closeranks.telemetry.reports.phase_plot import draw_phases
 from closeranks.telemetry.reports.report import FindingsSection, write_report
 from closeranks.telemetry.reports.run_plot import draw_run
@@ -55,11 +57,19 @@ def write_pages(
         _add_plot(folder, write, tell)
 
 
+def draw_pictures(folder: Path) -> bool:
+    """Draw all pictures that there is something for; False if no step was recorded, and there is none."""
+    if draw_run(folder) is None:
+        return False
+    for draw in (draw_phases, draw_memory, draw_goodput):
+        draw(folder)
+    return True
+
+
 def _add_plot(folder: Path, write: Callable[[], object], tell: Callable[[str], None]) -> None:
     """Draw the plots, write the report once more, now with the plots, and the same as one page of HTML."""
     try:
-        if draw_run(folder) is not None:
-            draw_phases(folder)
+        if draw_pictures(folder):
             write()
             write_html(folder)
     except OSError as error:

@@ -1,13 +1,11 @@
 """Draws where the time of the steps went: over the run, and for each rank.
 
-Drawn from the run folder alone, in any process. Invariants: what is stacked adds up to the time of a step; matplotlib
-is imported only when a plot is drawn, and without pyplot, which would keep global state.
+Drawn from the run folder alone, in any process. Invariant: what is stacked adds up to the time of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +14,24 @@ from typing import Any
 from closeranks.core import phases
 from closeranks.core.events import StepPhases
 from closeranks.telemetry import formatting
+from closeranks.telemetry.reports.plot_style import (
+    BLUE,
+    GRAY,
+    GREEN,
+    LIGHT_BLUE,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    YELLOW,
+    new_figure,
+    save_figure,
+    tidy,
+)
 from closeranks.telemetry.run_log.phase_history import PhaseHistory, load_phases
 from closeranks.telemetry.run_log.run_folder import RunFolder
 from closeranks.telemetry.run_log.run_history import load_history
 
-_INK, _GRAY = "#1f2933", "#7b8794"
 _MOST_BINS = 200
 _MOST_RANKS = 16
 
@@ -39,14 +50,14 @@ def _one_of(*names: str) -> Callable[[str], bool]:
 
 
 LAYERS = (
-    _Layer("forward", "#2563a8", _one_of(phases.FORWARD)),
-    _Layer("backward", "#7aa6d8", _one_of(phases.BACKWARD)),
-    _Layer("optimizer", "#2f855a", _one_of(phases.OPTIMIZER)),
-    _Layer("waiting for ranks", "#c53030", lambda name: "." in name or name in (phases.VOTE, phases.OUTER_STEP)),
-    _Layer("data", "#e07b28", _one_of(phases.DATA, phases.HOST_TO_DEVICE)),
-    _Layer("snapshots, saves", "#7c4d9e", _one_of(phases.SNAPSHOT, phases.SAVE)),
-    _Layer("evaluation", "#c9a227", _one_of(phases.EVALUATION)),
-    _Layer("everything else", "#c3cbd4", lambda name: True),
+    _Layer("forward", BLUE, _one_of(phases.FORWARD)),
+    _Layer("backward", LIGHT_BLUE, _one_of(phases.BACKWARD)),
+    _Layer("optimizer", GREEN, _one_of(phases.OPTIMIZER)),
+    _Layer("waiting for ranks", RED, lambda name: "." in name or name in (phases.VOTE, phases.OUTER_STEP)),
+    _Layer("data", ORANGE, _one_of(phases.DATA, phases.HOST_TO_DEVICE)),
+    _Layer("snapshots, saves", PURPLE, _one_of(phases.SNAPSHOT, phases.SAVE)),
+    _Layer("evaluation", YELLOW, _one_of(phases.EVALUATION)),
+    _Layer("everything else", PALE, lambda name: True),
 )
 """The first layer that holds a phase takes it."""
 
@@ -55,21 +66,10 @@ def draw_phases(folder: Path) -> Path | None:
     """Draw ``phases.png`` into the run folder; None if no phases were recorded."""
     run, history = RunFolder(folder), load_phases(folder)
     first_steps = load_history(folder).first_steps
-    counted = {
-        rank: [one for step, one in sorted(own.items()) if step not in first_steps]
-        for rank, own in sorted(history.steps.items())
-    }
-    counted = {rank: own for rank, own in counted.items() if own}
+    counted = history.means(first_steps)
     if not counted:
         return None
-    unfinished = run.phase_plot.with_name(".phases.png")
-    try:
-        _figure(history, counted).savefig(unfinished, dpi=160, facecolor="white", format="png")
-        return unfinished.replace(run.phase_plot)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+    return save_figure(_figure(history, counted), run.phase_plot)
 
 
 def stacked(steps: Sequence[StepPhases]) -> list[float]:
@@ -94,12 +94,8 @@ def binned(counted: Mapping[int, Sequence[StepPhases]], most: int = _MOST_BINS) 
 
 
 def _figure(history: PhaseHistory, counted: Mapping[int, Sequence[StepPhases]]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = dict(list(counted.items())[:_MOST_RANKS])
-    figure = Figure(figsize=(9.6, 3.6 + 0.24 * len(shown)))
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.6 + 0.24 * len(shown))
     grid = figure.add_gridspec(
         2, 1, height_ratios=(2.4, 0.35 + 0.24 * len(shown)), left=0.07, right=0.79, top=0.9, bottom=0.1, hspace=0.55
     )
@@ -111,9 +107,7 @@ def _figure(history: PhaseHistory, counted: Mapping[int, Sequence[StepPhases]]) 
     handles, labels = above.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(0.8, 0.9), frameon=False, fontsize=8.5)
     if len(history.steps) > len(shown):
-        below.set_xlabel(
-            f"ms per step; the first {len(shown)} of {len(history.steps)} ranks", fontsize=8.5, color=_GRAY
-        )
+        below.set_xlabel(f"ms per step; the first {len(shown)} of {len(history.steps)} ranks", fontsize=8.5, color=GRAY)
     return figure
 
 
@@ -125,9 +119,9 @@ def _draw_steps(axes: Any, rows: Sequence[tuple[float, list[float]]], used: Sequ
         steps, layers = [steps[0] - 0.5, steps[0] + 0.5], [2 * layer for layer in layers]
     axes.stackplot(steps, layers, labels=labels, colors=colors, linewidth=0)
     axes.set_xlim(steps[0], steps[-1])
-    _tidy(axes, "time of a step, in the mean of all ranks (ms)")
+    tidy(axes, "time of a step, in the mean of all ranks (ms)")
     axes.xaxis.set_major_formatter(lambda value, _: formatting.tick(value))
-    axes.set_xlabel("step", fontsize=8.5, color=_GRAY, labelpad=2)
+    axes.set_xlabel("step", fontsize=8.5, color=GRAY, labelpad=2)
 
 
 def _draw_ranks(axes: Any, counted: Mapping[int, Sequence[StepPhases]], used: Sequence[int]) -> None:
@@ -139,14 +133,5 @@ def _draw_ranks(axes: Any, counted: Mapping[int, Sequence[StepPhases]], used: Se
         axes.barh(names, widths, left=lefts, color=LAYERS[number].color, height=0.72)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     axes.invert_yaxis()
-    _tidy(axes, "each rank, in the mean of all steps (ms)")
+    tidy(axes, "each rank, in the mean of all steps (ms)")
     axes.tick_params(axis="y", length=0)
-
-
-def _tidy(axes: Any, title: str) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3cbd4")
-    axes.tick_params(colors=_GRAY, labelsize=8.5, length=3)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK, fontweight="bold", pad=7)

@@ -93,10 +93,11 @@ def compose(
         _failure_section(run, failure),
         plot,
         _table(_figures(run, history, settings)),
+        _notes(history),
         findings(settings, history, phases, resources) if findings is not None else "",
-        phase_section(phases, history.first_steps, run.phase_plot.name if run.phase_plot.exists() else ""),
+        phase_section(phases, history.first_steps, _name_of(run.phase_plot)),
         _goodput(run, history),
-        resource_section(resources),
+        resource_section(resources, _name_of(run.memory_plot)),
         fault_section(history, failed=bool(failure)),
         _warning_section(history.warnings),
         _next_section(run, history, settings, command),
@@ -105,12 +106,23 @@ def compose(
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def _name_of(picture: Path) -> str:
+    """Empty if it was not drawn."""
+    return picture.name if picture.exists() else ""
+
+
+def _notes(history: RunHistory) -> str:
+    """What of the metrics was not read, or could not be."""
+    return "\n".join(f"Note: {note}." for note in history.notes)
+
+
 def _goodput(run: RunFolder, history: RunHistory) -> str:
     started = history.started
     if started is None:
         return ""
     price, note = find_price(run.path, started.device)
-    return goodput_section(load_account(run.path), price, started.device, started.item, note)
+    account, plot = load_account(run.path), _name_of(run.goodput_plot)
+    return goodput_section(account, price, started.device, started.item, note, plot)
 
 
 def headline(history: RunHistory, *, failed: bool = False) -> str:
@@ -125,7 +137,7 @@ def headline(history: RunHistory, *, failed: bool = False) -> str:
 def _what_ran(history: RunHistory) -> str:
     started = history.started
     workers = f" on {formatting.count(started.world_size, 'worker')}" if started is not None else ""
-    taken = f"Trained {formatting.count(len(history.steps), 'step')}{workers} in {formatting.duration(history.seconds)}"
+    taken = f"Trained {formatting.count(history.num_steps, 'step')}{workers} in {formatting.duration(history.seconds)}"
     return f"{taken} ({history.num_skipped} skipped)" if history.num_skipped else taken
 
 
@@ -254,7 +266,7 @@ def _steps(history: RunHistory, started: RunStarted) -> str:
         return ""
     first, last = history.steps[0].step, history.steps[-1].step
     words = [f"{first} to {last}" + (f" of {started.last_step}" if last < started.last_step else "")]
-    words.append(f"{formatting.compact(sum(step.items for step in history.steps))} {started.item}s")
+    words.append(f"{formatting.compact(sum(step.items for step in history.counted))} {started.item}s")
     if history.num_skipped:
         words.append(f"{history.num_skipped} skipped because gradients were not finite")
     if history.restarts:
@@ -323,7 +335,7 @@ def _peaks(history: RunHistory, started: RunStarted) -> tuple[ReportFigure, ...]
 
 
 def _memory(history: RunHistory, started: RunStarted) -> str:
-    most = max((step.memory_bytes for step in history.steps), default=0)
+    most = max((step.memory_bytes for step in history.counted), default=0)
     kind = "resident in rank 0's process" if is_cpu(started.device) else "at its peak on rank 0's device"
     return f"{formatting.size(most)} {kind}" if most else ""
 
@@ -333,7 +345,7 @@ def _data_wait(history: RunHistory) -> str:
 
 
 def _bad_samples(history: RunHistory) -> str:
-    bad = sum(step.num_bad for step in history.steps)
+    bad = sum(step.num_bad for step in history.counted)
     return f"{bad} skipped and excluded from the loss" if bad else ""
 
 

@@ -16,7 +16,7 @@ from closeranks.telemetry.run_log.resource_history import ResourceHistory
 
 _UNEVEN = 1.1
 """The rank with the highest value is named if that is so many times the median."""
-_KINDS = {
+KIND_WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -25,6 +25,7 @@ _KINDS = {
     "workspace": "workspace and communication",
     "snapshots": "snapshots, on the host",
 }
+"""Every kind of memory, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +93,16 @@ _ROWS = (
 )
 
 
-def resource_section(history: ResourceHistory) -> str:
-    """A table of medians and highest values; before it what slowed the run from outside. Empty if nothing was
-    recorded."""
+def resource_section(history: ResourceHistory, plot: str = "") -> str:
+    """A table of medians and highest values; before it the ``plot`` of memory, and what slowed the run from outside.
+    Empty if nothing was recorded."""
     rows = [row for row in _rows(history) if row]
     notes = [f"- {note}" for note in (*_notes(history), *_memory_notes(history))]
     if not rows and not notes:
         return ""
     table = ["| | median | highest | |", "|---|---|---|---|", *rows] if rows else []
-    return "\n".join(["## Resources", *([""] if notes else []), *notes, *([""] if rows else []), *table])
+    picture = ["", f"![Memory by kind, over the run and for each rank]({plot})"] if plot else []
+    return "\n".join(["## Resources", *picture, *([""] if notes else []), *notes, *([""] if rows else []), *table])
 
 
 def _rows(history: ResourceHistory) -> Iterator[str]:
@@ -130,7 +132,7 @@ def _notes(history: ResourceHistory) -> Iterator[str]:
         lowest, rank = min(limits)
         yield f"A CPU limit of {lowest:.3g} processors (rank {rank}'s) stopped workers in {share} of its periods."
     if any(one.used.host_wide.get("swap_in_bytes") for one in history.records):
-        read = sum(one.used.host_wide.get("swap_in_bytes", 0) for one in history.records)
+        read = sum(one.used.host_wide.get("swap_in_bytes", 0) for one in history.records) / history.share
         yield f"The host swapped: {formatting.size(read)} were read back from swap."
     yield from _gpu_notes(history)
 
@@ -140,10 +142,10 @@ def _gpu_notes(history: ResourceHistory) -> Iterator[str]:
     reasons = Counter(word for used in records for word in used.gpu_throttled_by)
     for word, times in reasons.most_common():
         yield f"GPU clocks were lowered by {word} in {formatting.percent(times / len(records))} of the samples."
-    if energy_j := sum(used.gpu.get("energy_j", 0) for used in records):
+    if energy_j := sum(used.gpu.get("energy_j", 0) for used in records) / history.share:
         yield f"GPUs used {energy_j / 3.6e6:.3g} kWh."
     for name, words in (("ecc_uncorrected", "could not correct"), ("ecc_corrected", "corrected")):
-        if errors := sum(used.gpu.get(name, 0) for used in records):
+        if errors := sum(used.gpu.get(name, 0) for used in records) / history.share:
             yield f"GPU memory {words} {formatting.count(round(errors), 'error')}."
 
 
@@ -151,7 +153,9 @@ def _memory_notes(history: ResourceHistory) -> Iterator[str]:
     if not history.memory:
         return
     rank, most = max(history.memory.items(), key=lambda item: _state_bytes(item[1]))
-    parts = [f"{words} {formatting.size(most.kinds[kind])}" for kind, words in _KINDS.items() if most.kinds.get(kind)]
+    parts = [
+        f"{words} {formatting.size(most.kinds[kind])}" for kind, words in KIND_WORDS.items() if most.kinds.get(kind)
+    ]
     whose = f"Rank {rank} holds" if len(history.memory) > 1 else "Memory"
     if parts:
         yield f"{whose}: {', '.join(parts)}."

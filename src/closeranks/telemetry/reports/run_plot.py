@@ -1,13 +1,12 @@
 """Draws one plot of a run: loss, throughput, evaluated metrics, learning rate and gradient norm.
 
-Drawn from the run folder alone, in any process. Invariant: matplotlib is imported only when a plot is drawn (it takes a
-good part of a second), and without pyplot, which would keep global state.
+Drawn from the run folder alone, in any process.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,36 @@ from typing import Any
 from closeranks.core.events import StepDone
 from closeranks.telemetry import formatting
 from closeranks.telemetry.live.throughput import efficiency
-from closeranks.telemetry.reports.curves import StepCurve, axis_limits, downsample, rates, smooth_curve, wants_log_scale
+from closeranks.telemetry.reports.curves import (
+    StepCurve,
+    axis_limits,
+    downsample,
+    mean_curve,
+    rates,
+    raw_curve,
+    smooth_curve,
+    wants_log_scale,
+)
+from closeranks.telemetry.reports.plot_style import (
+    BLUE,
+    GRAY,
+    GREEN,
+    GRID,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    new_figure,
+    save_figure,
+    set_title,
+    tidy,
+)
 from closeranks.telemetry.run_log.run_folder import RunFolder
 from closeranks.telemetry.run_log.run_history import RunHistory, load_history
+from closeranks.telemetry.run_log.step_blocks import StepBlock
 
-_INK = "#1f2933"
-_GRAY = "#7b8794"
-_GRID = "#e6eaef"
-_BLUE = "#2563a8"
-_ORANGE = "#e07b28"
-_GREEN = "#2f855a"
-_PURPLE = "#7c4d9e"
-_RED = "#c53030"
-_METRIC_COLORS = (_ORANGE, _BLUE, _PURPLE, _GREEN)
+_METRIC_COLORS = (ORANGE, BLUE, PURPLE, GREEN)
 _LABEL_SHARE = 0.06
 """Share of the axis that the label of a generation takes, with the space around it."""
 
@@ -39,24 +55,11 @@ def draw_run(folder: Path) -> Path | None:
         return None
     run = RunFolder(folder)
     name = str(run.resolved().get("run.name") or folder.resolve().name)
-    figure = _figure(history, name)
-    # Replaced as a whole: a viewer that has the plot open never sees half of one.
-    unfinished = run.plot.with_name(".curve.png")
-    try:
-        figure.savefig(unfinished, dpi=160, facecolor="white", format="png")
-        return unfinished.replace(run.plot)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+    return save_figure(_figure(history, name), run.plot)
 
 
 def _figure(history: RunHistory, name: str) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 6.0))
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.0)
     metrics = evaluated_metrics(history)
     num_below = 3 if metrics else 2
     grid = figure.add_gridspec(
@@ -74,10 +77,10 @@ def _figure(history: RunHistory, name: str) -> Any:
             axes.locator_params(axis="x", nbins=5)
     _draw_loss(panels.loss, history)
     _draw_throughput(panels.throughput, history, is_narrow=bool(metrics))
-    _draw_learning(panels.rate, history.steps, is_narrow=bool(metrics))
+    _draw_learning(panels.rate, history, is_narrow=bool(metrics))
     _mark_restarts(panels.loss, history)
-    figure.text(0.07, 0.95, name, fontsize=15, fontweight="bold", color=_INK, va="center")
-    figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=_GRAY, va="center")
+    figure.text(0.07, 0.95, name, fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.07, 0.905, _subtitle(history), fontsize=9.5, color=GRAY, va="center")
     return figure
 
 
@@ -106,43 +109,33 @@ def _subtitle(history: RunHistory) -> str:
 def _tidy(axes: Any, history: RunHistory) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3cbd4")
-    axes.tick_params(colors=_GRAY, labelsize=8.5, length=3, which="both")
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    tidy(axes, "")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     first, last = history.steps[0].step, history.steps[-1].step
     axes.set_xlim(first - 1, last + max(0.5, 0.01 * (last - first)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: formatting.tick(value))
-    axes.set_xlabel("step", fontsize=8.5, color=_GRAY, labelpad=2)
-
-
-def _title(axes: Any, text: str, value: str = "", color: str = _INK) -> None:
-    """The quantity on the left, its value on the right, instead of a legend."""
-    axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7)
-    axes.set_title(value, loc="right", fontsize=9.5, color=_GRAY, pad=7)
+    axes.set_xlabel("step", fontsize=8.5, color=GRAY, labelpad=2)
 
 
 def _draw_loss(axes: Any, history: RunHistory) -> None:
     taken = history.taken
-    raw = StepCurve(tuple(step.step for step in taken), tuple(step.loss for step in taken))
-    smooth = smooth_curve(raw)
+    raw = raw_curve(taken, history.blocks, "loss")
+    smooth = smooth_curve(mean_curve(taken, history.blocks, "loss"))
     is_log = wants_log_scale((*smooth.values, *(done.loss for done in history.evals)))
     if is_log:
         axes.set_yscale("log")
     few = len(raw.steps) < 30
     thin = downsample(raw)
-    axes.plot(thin.steps, thin.values, color=_BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3)
+    axes.plot(thin.steps, thin.values, color=BLUE, alpha=0.38, linewidth=0.9, marker="o" if few else "", markersize=3)
     axes.plot(
-        smooth.steps, smooth.values, color=_BLUE, linewidth=2.1, label="training, smoothed", solid_capstyle="round"
+        smooth.steps, smooth.values, color=BLUE, linewidth=2.1, label="training, smoothed", solid_capstyle="round"
     )
     if history.evals:
         steps, losses = [done.step for done in history.evals], [done.loss for done in history.evals]
         axes.plot(
-            steps, losses, color=_ORANGE, marker="o", markersize=5.5, markeredgecolor="white", linewidth=1.0,
+            steps, losses, color=ORANGE, marker="o", markersize=5.5, markeredgecolor="white", linewidth=1.0,
             linestyle=(0, (4, 2)),
             label="evaluation", clip_on=False, zorder=4,
         )  # fmt: skip
@@ -152,9 +145,9 @@ def _draw_loss(axes: Any, history: RunHistory) -> None:
     value = f"{formatting.brief(taken[0].loss)} → {formatting.brief(taken[-1].loss)}" if taken else "no step was taken"
     if history.evals:
         value += f",  evaluation {formatting.brief(history.evals[-1].loss)}"
-    _title(axes, "loss" + (" (log scale)" if is_log else ""), value)
+    set_title(axes, "loss" + (" (log scale)" if is_log else ""), value)
     has_grown = bool(smooth.finite()) and smooth.finite()[-1] > smooth.finite()[0]
-    axes.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper left" if has_grown else "upper right")
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left" if has_grown else "upper right")
 
 
 def _limit(axes: Any, raw: StepCurve, smooth: StepCurve, evals: list[float], is_log: bool) -> None:
@@ -165,23 +158,24 @@ def _limit(axes: Any, raw: StepCurve, smooth: StepCurve, evals: list[float], is_
 
 
 def _mark_skipped(axes: Any, history: RunHistory) -> None:
-    skipped = [step.step for step in history.steps if not step.taken]
+    skipped = [block.first for block in history.blocks if block.num_skipped]
+    skipped = skipped or [step.step for step in history.steps if not step.taken]
     if skipped:
-        label = formatting.count(len(skipped), "skipped step")
+        label = formatting.count(history.num_skipped, "skipped step")
         transform = axes.get_xaxis_transform()
         axes.plot(
-            skipped, [0.015] * len(skipped), color=_RED, marker="|", markersize=9, linestyle="", transform=transform,
+            skipped, [0.015] * len(skipped), color=RED, marker="|", markersize=9, linestyle="", transform=transform,
             label=label, clip_on=False,
         )  # fmt: skip
 
 
 def _mark_restarts(axes: Any, history: RunHistory) -> None:
     for place, step in enumerate(history.restarts):
-        axes.axvline(step, color=_GRAY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
+        axes.axvline(step, color=GRAY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=0)
         if place < 6:  # beyond that the labels would overlap
             axes.annotate(
                 f"resumed from {step}", (step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                textcoords="offset points", fontsize=8, color=_GRAY, va="top", ha="left",
+                textcoords="offset points", fontsize=8, color=GRAY, va="top", ha="left",
             )  # fmt: skip
 
 
@@ -194,7 +188,7 @@ def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
     steps = [min(max(fault.lost.step or first, first), last) for fault in faults]
     values = [_value_at(smooth, step) for step in steps]
     axes.plot(
-        steps, values, color=_RED, marker="|", markersize=14, markeredgewidth=1.0, linestyle="", zorder=5,
+        steps, values, color=RED, marker="|", markersize=14, markeredgewidth=1.0, linestyle="", zorder=5,
         label=formatting.count(len(faults), "fault") + (", ranks closed" if all(one.closed for one in faults) else ""),
     )  # fmt: skip
     named = -math.inf
@@ -203,7 +197,7 @@ def _mark_faults(axes: Any, history: RunHistory, smooth: StepCurve) -> None:
             named = step
             axes.annotate(
                 f"gen {fault.generation}", (step, value), xytext=(2, 7), textcoords="offset points",
-                fontsize=7.5, color=_RED, va="bottom", ha="left", zorder=5,
+                fontsize=7.5, color=RED, va="bottom", ha="left", zorder=5,
             )  # fmt: skip
 
 
@@ -234,23 +228,25 @@ def _draw_metrics(axes: Any, metrics: dict[str, StepCurve]) -> None:
     axes.margins(y=0.15)
     (first, curve), is_one = next(iter(metrics.items())), len(metrics) == 1
     if not is_one:
-        axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     value = formatting.metric(curve.values[-1]) if is_one else ""
-    _title(axes, f"evaluated {first}" if is_one else "evaluated", value, color=_ORANGE)
+    set_title(axes, f"evaluated {first}" if is_one else "evaluated", value, color=ORANGE)
 
 
 def _draw_throughput(axes: Any, history: RunHistory, *, is_narrow: bool) -> None:
     started = history.started
     item = started.item if started is not None else "item"
-    counted = [step for step in history.steps if step.step not in history.first_steps]
+    counted: Sequence[StepDone | StepBlock] = [block for block in history.blocks if block.start is None]
+    counted = counted or [step for step in history.steps if step.step not in history.first_steps]
     average = history.throughput().items_per_s
     if not counted or average is None:
-        _title(axes, "throughput", "too short to measure", color=_GREEN)
+        set_title(axes, "throughput", "too short to measure", color=GREEN)
         axes.set_yticks([])
         return
-    each, steady = downsample(rates(counted, 1)), downsample(rates(counted, max(5, len(counted) // 30)))
-    axes.plot(each.steps, each.values, color=_GREEN, alpha=0.25, linewidth=0.8)
-    axes.plot(steady.steps, steady.values, color=_GREEN, linewidth=1.8)
+    each = raw_curve((), history.blocks, "rate") if history.blocks else rates(counted, 1)
+    each, steady = downsample(each), downsample(rates(counted, max(5, len(counted) // 30)))
+    axes.plot(each.steps, each.values, color=GREEN, alpha=0.25, linewidth=0.8)
+    axes.plot(steady.steps, steady.values, color=GREEN, linewidth=1.8)
     axes.set_ylim(0, 1.3 * max(steady.finite()))
     axes.yaxis.set_major_formatter(lambda value, _: formatting.tick(value))
     value = formatting.rate(average, item)
@@ -260,29 +256,29 @@ def _draw_throughput(axes: Any, history: RunHistory, *, is_narrow: bool) -> None
             value += f",  MFU {formatting.percent(shares.mfu)}"
         elif shares.peak_share is not None:
             value += f",  {formatting.percent(shares.peak_share)} of matmul peak"
-    _title(axes, "throughput", value, color=_GREEN)
+    set_title(axes, "throughput", value, color=GREEN)
 
 
-def _draw_learning(axes: Any, steps: tuple[StepDone, ...], *, is_narrow: bool) -> None:
+def _draw_learning(axes: Any, history: RunHistory, *, is_narrow: bool) -> None:
     """Gradient norm on the left axis, learning rate on the right; each title in its line's colour."""
-    numbers = tuple(step.step for step in steps)
-    norm = StepCurve(numbers, tuple(step.grad_norm for step in steps))
-    thin, smooth = downsample(norm), smooth_curve(norm)
+    norm = raw_curve(history.steps, history.blocks, "grad_norm")
+    rate = mean_curve(history.steps, history.blocks, "lr")
+    thin, smooth = downsample(norm), smooth_curve(mean_curve(history.steps, history.blocks, "grad_norm"))
     is_log = wants_log_scale(norm.values)
     if is_log:
         axes.set_yscale("log")
-    axes.plot(thin.steps, thin.values, color=_PURPLE, alpha=0.25, linewidth=0.8)
-    axes.plot(smooth.steps, smooth.values, color=_PURPLE, linewidth=1.8)
+    axes.plot(thin.steps, thin.values, color=PURPLE, alpha=0.25, linewidth=0.8)
+    axes.plot(smooth.steps, smooth.values, color=PURPLE, linewidth=1.8)
     bounds = axis_limits(norm, smooth, is_log=is_log)
     if bounds is not None:
         axes.set_ylim(bounds.low if is_log else 0, bounds.high)
     right = axes.twinx()
     for side in ("top", "left", "bottom"):
         right.spines[side].set_visible(False)
-    right.spines["right"].set_color("#c3cbd4")
-    right.tick_params(colors=_GRAY, labelsize=8.5, length=3)
-    right.plot(numbers, [step.lr for step in steps], color=_INK, linewidth=1.6)
-    right.set_ylim(0, 1.12 * (max((step.lr for step in steps), default=0.0) or 1.0))
+    right.spines["right"].set_color(PALE)
+    right.tick_params(colors=GRAY, labelsize=8.5, length=3)
+    right.plot(rate.steps, rate.values, color=INK, linewidth=1.6)
+    right.set_ylim(0, 1.12 * (max(rate.finite(), default=0.0) or 1.0))
     right.yaxis.set_major_formatter(lambda value, _: formatting.tick(value))
-    _title(axes, "gradient norm" + (" (log scale)" if is_log and not is_narrow else ""), color=_PURPLE)
-    right.set_title("learning rate", loc="right", fontsize=10, color=_INK, fontweight="bold", pad=7)
+    set_title(axes, "gradient norm" + (" (log scale)" if is_log and not is_narrow else ""), color=PURPLE)
+    right.set_title("learning rate", loc="right", fontsize=10, color=INK, fontweight="bold", pad=7)

@@ -3,7 +3,8 @@
 Each event is one ``write`` of one whole JSON line to a file opened for appending: a worker killed at any instant loses
 nothing it had emitted, and what a full disk refuses is written when there is room (``core.system.append_file``).
 Invariants: every line is strict JSON (a value that is not finite is written as the string ``NaN``, ``Infinity`` or
-``-Infinity`` and read back as the number), and no failure in here ends training. Cost: about 15 us an event.
+``-Infinity`` and read back as the number), and no failure in here ends training. Cost: about 15 us an event. Beside the
+file of a rank lies an index, for those who read a long run (``index_writer``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from closeranks.core.errors import SetupError
 from closeranks.core.events import Event, StepDone, Warned, decode
 from closeranks.core.system.append_file import AppendFile
 from closeranks.core.system.regular_file import open_binary
+from closeranks.telemetry.run_log.index_writer import IndexWriter
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 Sink = Callable[[Event], None]
@@ -30,7 +32,7 @@ AGENT = -1
 
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 16
-_LINE_BYTES = 16 << 20
+LINE_BYTES = 16 << 20
 """No event is longer."""
 _STRICT = json.JSONEncoder(allow_nan=False).encode
 _COMMON: dict[str, tuple[type, ...]] = {"at": (int, float), "rank": (int,), "step": (int,)}
@@ -59,6 +61,7 @@ class EventRecorder:
             fix = "Choose another place with run.folder, or make this one writable."
             whose = None if rank == AGENT else rank
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=whose) from error
+        self._index = None if rank == AGENT else IndexWriter(run.index(rank), self._file)
 
     def add_sink(self, sink: Sink) -> None:
         """``sink`` receives every event from now on, on the thread that emits; one that raises is removed."""
@@ -76,14 +79,20 @@ class EventRecorder:
 
     def close(self) -> None:
         with self._lock:
+            if self._index is not None:
+                self._index.close()
             self._file.close()
 
     def _write(self, event: Event) -> None:
         # As core.events.encode, with time and rank added, at a tenth of its cost.
         names: tuple[str, ...] = event.__match_args__
-        line = {"event": event.name, "at": time.time(), "rank": self._rank}
+        at = time.time()
+        line = {"event": event.name, "at": at, "rank": self._rank}
         line.update((name, getattr(event, name)) for name in names)
-        self._file.write(to_line(line))
+        data = to_line(line)
+        self._file.write(data)
+        if self._index is not None:
+            self._index.add(event, at, data)
         if self._notice:
             notice, self._notice = self._notice, ""
             self.emit(Warned(notice))
@@ -162,7 +171,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a run's own file; none if there is no such file. A line that never ends is returned in parts."""
     try:
         with open_binary(path) as file:
-            yield from iter(lambda: file.readline(_LINE_BYTES), b"")
+            yield from iter(lambda: file.readline(LINE_BYTES), b"")
     except FileNotFoundError:
         return
     except OSError as error:

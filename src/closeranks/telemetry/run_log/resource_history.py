@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from closeranks.core.events import Event, MemoryUsed, Resources, decode
-from closeranks.telemetry.run_log.recorder import lines_of, parse_line
+from closeranks.telemetry.run_log.recorder import parse_line
 from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.run_log.step_reader import RankLog, other_logs
 
 _RANKS_READ = 64
 """Reading every file of a large run would take minutes; the first ranks of the run and of their hosts are enough."""
-_MARKS = tuple(f'"event": "{kind.name}"'.encode() for kind in (Resources, MemoryUsed))
+_RECORD, _MEMORY = (f'"event": "{kind.name}"'.encode() for kind in (Resources, MemoryUsed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class ResourceHistory:
     records: tuple[RecordedResources, ...] = ()
     memory: Mapping[int, MemoryUsed] = field(default_factory=dict)
     """By rank: as measured last."""
+    measured: Mapping[int, tuple[MemoryUsed, ...]] = field(default_factory=dict)
+    """By rank: all measurements, in the order of their steps, the last one of each step."""
+    share: float = 1.0
+    """Of the records of a long run, what was read, evenly spread."""
 
     def values(self, select: Callable[[Resources], float | None]) -> list[tuple[float, int]]:
         """A figure of every record that has it, with its rank."""
@@ -66,12 +71,15 @@ def collect(events: Iterable[tuple[int, float, Event]]) -> ResourceHistory:
     """``events``: each with its rank and time, in the order of their recording."""
     records: list[RecordedResources] = []
     memory: dict[int, MemoryUsed] = {}
+    measured: dict[int, dict[int, MemoryUsed]] = {}
     for rank, at, event in events:
         if isinstance(event, Resources) and _is_finite(event):
             records.append(RecordedResources(rank, at, event))
         elif isinstance(event, MemoryUsed):
             memory[rank] = event
-    return ResourceHistory(tuple(records), memory)
+            measured.setdefault(rank, {})[event.step] = event
+    in_order = {rank: tuple(own[step] for step in sorted(own)) for rank, own in measured.items()}
+    return ResourceHistory(tuple(records), memory, in_order)
 
 
 def _is_finite(used: Resources) -> bool:
@@ -83,13 +91,29 @@ def _is_finite(used: Resources) -> bool:
 def load_resources(folder: Path) -> ResourceHistory:
     """What is in a run folder; empty if nothing was recorded."""
     run = RunFolder(folder)
-    paths = (run.metrics(0), *run.other_metrics()[: _RANKS_READ - 1])
-    return collect(one for path in paths for one in _events_in(path))
+    logs = (RankLog(run.metrics(0)), *other_logs(run, run.other_metrics()[: _RANKS_READ - 1]))
+    counts = _RecordCounts()
+    history = collect(one for log in logs for one in _events_in(log, counts))
+    return replace(history, share=counts.num_read / counts.num if counts.num else 1.0)
 
 
-def _events_in(path: Path) -> Iterator[tuple[int, float, Event]]:
-    for line in lines_of(path):
-        if any(mark in line for mark in _MARKS) and (fields := parse_line(line)) is not None:
-            event = decode(fields)
-            if event is not None:
+@dataclass(slots=True)
+class _RecordCounts:
+    num: int = 0
+    num_read: int = 0
+
+
+def _events_in(log: RankLog, counts: _RecordCounts) -> Iterator[tuple[int, float, Event]]:
+    """All events about memory, and all records; of a long run the first record in each block."""
+    for stretch in log.stretches("samples", "others", num_samples=0):
+        num_before = counts.num
+        for line in stretch.lines:
+            if _RECORD in line:
+                counts.num += 1
+                if stretch.block is not None and counts.num > num_before + 1:
+                    continue
+                counts.num_read += 1
+            elif _MEMORY not in line:
+                continue
+            if (fields := parse_line(line)) is not None and (event := decode(fields)) is not None:
                 yield int(fields.get("rank", 0)), float(fields.get("at", 0.0)), event

@@ -4,11 +4,13 @@
     RUN/config.json                 the same for machines
     RUN/status.json                 the current state of the run, or how it ended
     RUN/metrics/rank-00000.jsonl    events of each rank, one JSON line each
+    RUN/metrics/rank-00000.index    sums of blocks of its steps, for who draws a long run
     RUN/metrics/agent.jsonl         what the agent saw: ranks lost and closed, slow ranks, hosts
     RUN/metrics/samples-00000.jsonl which samples each step took (data.log_samples)
     RUN/logs/rank-00000.log         what each worker printed
     RUN/checkpoints/step-00000400/  the state after that step; RUN/checkpoints/latest names the newest
-    RUN/curve.png, RUN/report.md    what people look at; also phases.png, report.html
+    RUN/curve.png, RUN/report.md    what people look at; also report.html, phases.png,
+                                    memory.png, goodput.png
     RUN/traces/rank-00000.json.gz   profiler traces of the steps that the job names
     RUN/traces/step-00000012/       those that `closeranks profile` asked for, and all of them in trace.json.gz
     RUN/tensorboard/                scalars for TensorBoard
@@ -54,6 +56,14 @@ class RunFolder:
         return self.path / "phases.png"
 
     @property
+    def memory_plot(self) -> Path:
+        return self.path / "memory.png"
+
+    @property
+    def goodput_plot(self) -> Path:
+        return self.path / "goodput.png"
+
+    @property
     def html(self) -> Path:
         return self.path / "report.html"
 
@@ -90,6 +100,10 @@ class RunFolder:
 
     def metrics(self, rank: int) -> Path:
         return self.path / "metrics" / f"rank-{rank:05d}.jsonl"
+
+    def index(self, rank: int) -> Path:
+        """The index of a rank's metrics, beside them."""
+        return self.metrics(rank).with_suffix(".index")
 
     def samples(self, rank: int) -> Path:
         return self.path / "metrics" / f"samples-{rank:05d}.jsonl"

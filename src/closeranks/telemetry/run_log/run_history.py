@@ -6,8 +6,9 @@ step replaces the earlier one, as the weights do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from closeranks.core.events import (
     Snapshotting,
     StepDone,
     Warned,
+    decode,
 )
 from closeranks.telemetry.live.throughput import with_known_flops
 from closeranks.telemetry.run_log.fault_history import FaultHistory, TimedEvent, fault_history
-from closeranks.telemetry.run_log.recorder import lines_of, parse_line, read_events
+from closeranks.telemetry.run_log.recorder import parse_line, read_events
 from closeranks.telemetry.run_log.run_folder import RunFolder
+from closeranks.telemetry.run_log.step_blocks import StepBlock, append_block, step_figures
+from closeranks.telemetry.run_log.step_reader import RankLog, other_logs
 
 REGROUPED = "regrouped"
 """The reason of a generation that ended by agreement so that another takes over: the run continues."""
@@ -83,6 +87,7 @@ class PauseTimes:
 class RunHistory:
     starts: tuple[GenerationStart, ...] = ()
     steps: tuple[StepDone, ...] = ()
+    """All steps; of a long run a sample, evenly spread, with the first and the last step of each session."""
     first_steps: frozenset[int] = frozenset()
     """Steps that were the first of their process: they include warm-up and compile."""
     evals: tuple[Evaluated, ...] = ()
@@ -99,6 +104,10 @@ class RunHistory:
     noise: NoiseSeen | None = None
     """The last conclusive measurement of the noise scale."""
     flops_counted: FlopsCounted | None = None
+    blocks: tuple[StepBlock, ...] = ()
+    """Of a long run: all steps, in order, summed up in blocks."""
+    notes: tuple[str, ...] = ()
+    """What of the metrics was not read, or could not be, in sentences."""
 
     @property
     def started(self) -> RunStarted | None:
@@ -109,8 +118,19 @@ class RunHistory:
         return tuple(step for step in self.steps if step.taken)
 
     @property
+    def num_steps(self) -> int:
+        return sum(block.num for block in self.blocks) if self.blocks else len(self.steps)
+
+    @property
     def num_skipped(self) -> int:
+        if self.blocks:
+            return sum(block.num_skipped for block in self.blocks)
         return len(self.steps) - len(self.taken)
+
+    @property
+    def counted(self) -> tuple[StepDone | StepBlock, ...]:
+        """All steps, whose figures can be added up: one by one, or in blocks."""
+        return self.blocks or self.steps
 
     @property
     def seconds(self) -> float:
@@ -137,11 +157,12 @@ class RunHistory:
         return self.fault_history.lost_s(self.typical_step_s)
 
     def throughput(self) -> Throughput:
-        counted = [step for step in self.steps if step.step not in self.first_steps]
+        first = [step for step in self.steps if step.step in self.first_steps]
+        first_steps_s = sum(step.seconds for step in first)
         return Throughput(
-            items=sum(step.items for step in counted),
-            seconds=sum(step.seconds for step in counted),
-            first_steps_s=sum(step.seconds for step in self.steps if step.step in self.first_steps),
+            items=sum(step.items for step in self.counted) - sum(step.items for step in first),
+            seconds=max(0.0, sum(step.seconds for step in self.counted) - first_steps_s),
+            first_steps_s=first_steps_s,
         )
 
 
@@ -163,6 +184,14 @@ class _HistoryBuilder:
         self.flops_counted: FlopsCounted | None = None
         self.ended: RunEnded | None = None
         self.evals_s = self.saves_s = 0.0
+        self.blocks: list[StepBlock] = []
+
+    def add_block(self, block: StepBlock) -> None:
+        """After its lines, as far as they were read."""
+        if self.intervals:
+            self.intervals[-1] = (self.intervals[-1][0], max(block.at, self.intervals[-1][1]))
+        if block.num:
+            append_block(self.blocks, block)
 
     def add(self, event: Event | None, at: float) -> None:
         match event:
@@ -207,6 +236,12 @@ class _HistoryBuilder:
         self.steps = {number: done for number, done in self.steps.items() if number <= step}
         self.evals = {number: done for number, done in self.evals.items() if number <= step}
         self.first_steps = {number for number in self.first_steps if number <= step} | {step + 1}
+        while self.blocks and self.blocks[-1].first > step:
+            self.blocks.pop()
+        if self.blocks and self.blocks[-1].last > step:  # such a block is always read step by step
+            block = self.blocks.pop()
+            kept = [done for number, done in self.steps.items() if number >= block.first]
+            self.blocks += [replace(block, **step_figures(kept))] if kept else []
 
     def history(self, warnings: tuple[WarningCount, ...], faults: FaultHistory) -> RunHistory:
         times = zip(self.starts, self.intervals, strict=True)
@@ -226,18 +261,24 @@ class _HistoryBuilder:
             fault_history=faults,
             noise=self.noise,
             flops_counted=self.flops_counted,
+            blocks=tuple(self.blocks),
         )
 
 
 def build_history(
-    lines: Iterable[tuple[dict[str, Any], Event | None]],
+    lines: Iterable[tuple[dict[str, Any], Event | None] | StepBlock],
     others: Iterable[dict[str, Any]] = (),
     agent: Iterable[TimedEvent] = (),
 ) -> RunHistory:
-    """Rank 0's lines as a history; ``others`` are the warnings of further ranks, ``agent`` the agent's events."""
+    """Rank 0's lines as a history, each block after its lines; ``others`` are the warnings of further ranks, ``agent``
+    the agent's events."""
     state = _HistoryBuilder()
     warned: list[dict[str, Any]] = []
-    for fields, event in lines:
+    for line in lines:
+        if isinstance(line, StepBlock):
+            state.add_block(line)
+            continue
+        fields, event = line
         state.add(event, float(fields.get("at", 0.0)))
         if isinstance(event, Warned | SaveFailed):
             warned.append({**fields, "generation": state.starts[-1].generation if state.starts else 0})
@@ -270,11 +311,32 @@ def _words(fields: dict[str, Any]) -> str:
     return f"a save failed: {what}" if fields.get("event") == SaveFailed.name else what
 
 
-def load_history(folder: Path) -> RunHistory:
-    """The history in a run folder; empty if rank 0 left no metrics."""
+def load_history(folder: Path, *, all_steps: bool = False) -> RunHistory:
+    """The history in a run folder; empty if rank 0 left no metrics. ``all_steps``: also those of a long run are read
+    one by one, which takes about a minute for a million."""
     run = RunFolder(folder)
-    others = [fields for path in run.other_metrics()[: _RANKS_SEARCHED - 1] for fields in _warnings_in(path)]
-    return build_history(read_events(run.metrics(0)), others, agent_events(run))
+    log = RankLog(run.metrics(0), sys.maxsize if all_steps else None)
+    logs = list(other_logs(run, run.other_metrics()[: _RANKS_SEARCHED - 1]))
+    others = [fields for other in logs for fields in _warnings_in(other)]
+    history = build_history(_events_of(log), others, agent_events(run))
+    return replace(history, notes=_notes(history, (log, *logs)))
+
+
+def _events_of(log: RankLog) -> Iterator[tuple[dict[str, Any], Event | None] | StepBlock]:
+    for stretch in log.stretches("others", "warnings"):
+        for line in stretch.lines:
+            if (values := parse_line(line)) is not None:
+                yield values, decode(values)
+        if stretch.block is not None:
+            yield stretch.block
+
+
+def _notes(history: RunHistory, logs: Iterable[RankLog]) -> tuple[str, ...]:
+    sample = (
+        f"of {history.num_steps:,} steps, {len(history.steps):,} were read one by one, evenly spread; sums and curves "
+        "are of all steps"
+    )
+    return (*([sample] if history.blocks else []), *(log.note for log in logs if log.note))
 
 
 def agent_events(run: RunFolder) -> Iterator[TimedEvent]:
@@ -283,11 +345,12 @@ def agent_events(run: RunFolder) -> Iterator[TimedEvent]:
         yield TimedEvent(float(fields.get("at", 0.0)), event)
 
 
-def _warnings_in(path: Path) -> Iterable[dict[str, Any]]:
+def _warnings_in(log: RankLog) -> Iterable[dict[str, Any]]:
     """Only lines that look like a warning are parsed: the rest record the same steps again."""
-    for line in lines_of(path):
-        if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
-            yield fields
+    for stretch in log.stretches("warnings", num_samples=0):
+        for line in stretch.lines:
+            if any(kind in line for kind in _ALARMS) and (fields := parse_line(line)) is not None:
+                yield fields
 
 
 _ALARMS = (b'"event": "warning"', b'"event": "save_failed"')
