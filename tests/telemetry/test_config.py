@@ -15,7 +15,9 @@ def test_defaults_stand() -> None:
         "report": True,
         "profile": "",
         "prices": "",
+        "target_loss": None,
         "phases": True,
+        "count_flops": True,
         "sample_s": 5.0,
         "nvtx": "auto",
     }

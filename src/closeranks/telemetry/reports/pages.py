@@ -31,9 +31,9 @@ def write_pages(
     findings: FindingsSection | None = None,
     in_thread: bool = False,
 ) -> None:
-    """Write ``report.md``, which is announced through ``tell`` at once, then ``curve.png``. See ``write_report``.
+    """Write ``report.md``, which is announced through ``tell`` at once, then the pictures. See ``write_report``.
 
-    ``in_thread``: the plot is drawn by a thread, which the interpreter waits for when it exits.
+    ``in_thread``: they are drawn by a thread, which the interpreter waits for when it exits.
     """
     write = partial(
         write_report,
