@@ -102,7 +102,7 @@ def _draw_losses(axes: Any, account: TimeAccount, rows: Sequence[AccountRow]) ->
     seconds = [account.wall_s, *(row.seconds * per_worker for row in rows)]
     axes.barh(labels, widths, left=lefts, color=colors, height=0.66)
     for label, start, width, own_s in zip(labels, lefts, widths, seconds, strict=True):
-        text = f"{formatting.percent(width)}, {formatting.duration(own_s)}"
+        text = f"{formatting.percent(width)}, {formatting.duration(abs(own_s))}"
         is_inside = start + width > 0.75
         axes.annotate(
             text, (start if is_inside and start > 0.3 else start + width, label),
@@ -113,7 +113,7 @@ def _draw_losses(axes: Any, account: TimeAccount, rows: Sequence[AccountRow]) ->
     axes.invert_yaxis()
     axes.set_xlim(min(0.0, *lefts), 1.0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    tidy(axes, "where the time of the workers went", f"goodput {goodput_words(account)}")
+    tidy(axes, "goodput", goodput_words(account))
     axes.tick_params(axis="y", length=0, labelcolor=INK)
 
 
@@ -123,8 +123,9 @@ def _draw_cost(axes: Any, points: Sequence[SpendingPoint], unit: Spent) -> None:
     spent, lost = ([unit.per_worker_s * getattr(point, what) for point in points] for what in ("worker_s", "lost_s"))
     axes.fill_between(times, spent, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(times, spent, color=BLUE, linewidth=1.8, label="all")
-    axes.fill_between(times, lost, color=RED, alpha=0.6, linewidth=0)
-    axes.plot(times, lost, color=RED, linewidth=1.2, label="lost to faults")
+    if lost[-1] > 0:
+        axes.fill_between(times, lost, color=RED, alpha=0.6, linewidth=0)
+        axes.plot(times, lost, color=RED, linewidth=1.2, label="lost to faults")
     faults = [time for time, point in zip(times, points, strict=True) if point.is_fault]
     if 0 < len(faults) <= _MOST_FAULTS:
         axes.plot(

@@ -45,8 +45,9 @@ def tidy(axes: Any, title: str, value: str = "", color: str = INK) -> None:
 
 
 def set_title(axes: Any, text: str, value: str = "", color: str = INK) -> None:
-    axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7)
-    axes.set_title(value, loc="right", fontsize=9.5, color=GRAY, pad=7)
+    # With parse_math, what stands between two amounts of dollars would be set as a formula.
+    axes.set_title(text, loc="left", fontsize=10, color=color, fontweight="bold", pad=7, parse_math=False)
+    axes.set_title(value, loc="right", fontsize=9.5, color=GRAY, pad=7, parse_math=False)
 
 
 def save_figure(figure: Any, path: Path) -> Path:
