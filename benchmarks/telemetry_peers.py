@@ -39,7 +39,7 @@ NUM_RANKS = 2
 SAMPLE_S = 2.0
 """TraceML's default interval; ours is 5 s."""
 ROWS = {"short": {"batch": 32, "num_steps": 200}, "long": {"batch": 1024, "num_steps": 10}}
-"""Steps of some 10 and some 200 ms; a turn is about two seconds, as long as the interval of both."""
+"""Steps of some 10 and some 150 ms; a turn is about two seconds, as long as the interval of both."""
 LANES: dict[str, dict[str, Any]] = {
     "bare": {},
     "traceml": {"traceml": True},
