@@ -108,8 +108,8 @@ def _show(figures: Mapping[str, Any]) -> None:
         words = {one: Spread(**figures[f"{one}_ms"][name]).words(1) for one in ("step", "exposed", "busy")}
         say(f"overlap {name:<3}  {words['step']} ms a step, exposed {words['exposed']}, link busy {words['busy']}")
     say(f"off: exposed / busy {Spread(**figures['exposed_to_busy']).words(3)}")
-    say(f"steps shorter by {Spread(**figures['saved_ms']).words(1)} ms, exposed less by ")
-    say(f"  {Spread(**figures['hidden_ms']).words(1)} ms: apart by {Spread(**figures['gap_to_busy']).words(3)} of busy")
+    saved, hidden, gap = (Spread(**figures[name]) for name in ("saved_ms", "hidden_ms", "gap_to_busy"))
+    say(f"steps shorter by {saved.words(1)} ms, {hidden.words(1)} ms less exposed; difference {gap.words(3)} of busy")
 
 
 def _arguments() -> argparse.Namespace:

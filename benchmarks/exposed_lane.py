@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class SlowLink:
         free_at = 0.0
         while True:
             shipment = self._shipments.get()
-            shipment.work.wait()  # for the sum, and so for the other rank
+            with suppress(RuntimeError):  # the other rank has ended, and so will this one
+                shipment.work.wait()  # for the sum, and so for the other rank
             free_at = max(free_at, shipment.handed_at) + shipment.num_bytes / self._bytes_per_s
             time.sleep(max(0.0, free_at - time.monotonic()))
             shipment.arrived_at = free_at = time.monotonic()
