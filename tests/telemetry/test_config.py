@@ -17,7 +17,7 @@ def test_defaults_stand() -> None:
         "prices": "",
         "target_loss": None,
         "phases": True,
-        "count_flops": True,
+        "count_flops": False,
         "sample_s": 5.0,
         "nvtx": "auto",
     }

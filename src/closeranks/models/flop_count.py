@@ -10,10 +10,9 @@ the module, its buffers, the batch and the random streams stay as they are; what
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,17 +103,6 @@ def count_flops(
     if not (flops := counter.get_total_flops()):
         raise NotCountable("it has no products or convolutions")
     return int(flops)
-
-
-def clear_lists(modes: Sequence[FakeTensorMode]) -> None:
-    """Take what the user's code has kept of a count (losses in a list, say) out of its lists again. Cost: a search
-    through all objects of the process."""
-    gc.collect()
-    kept = [one for one in gc.get_objects() if type(one) is FakeTensor and any(one.fake_mode is mode for mode in modes)]
-    ids = set(map(id, kept))
-    for holder in gc.get_referrers(*kept) if kept else ():
-        if type(holder) is list and holder is not kept:
-            holder[:] = [one for one in holder if id(one) not in ids]
 
 
 class _Refusing(TorchDispatchMode):

@@ -100,10 +100,6 @@ class UserSpec:
             return self._pipeline_spec.loss(module, batch)
         return self._checked_loss(self._loss_of(module), batch)
 
-    def whole_loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """The same without pipeline units, whose checks need values."""
-        return self._checked_loss(self._loss_of(module), batch)
-
     def _checked_loss(self, compute: partial[Any], batch: Batch) -> Loss:
         try:
             result = compute(batch)

@@ -49,8 +49,9 @@ class TelemetryConfig(ConfigTable):
     phases: bool = True
     """Measure where the time of every step goes, and what it sends. It costs some tens of microseconds a step."""
 
-    count_flops: bool = True
-    """Count the FLOPs of a module of your own, without computing it, so that MFU is shown (docs/runs.md)."""
+    count_flops: bool = False
+    """Count the FLOPs of a module of your own, so that MFU is shown: your loss runs once more, on tensors without data
+    (docs/runs.md)."""
 
     sample_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Seconds between two looks at processors, memory, disks, network and GPU, in a thread of their own; 0: none."""

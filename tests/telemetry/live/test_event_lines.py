@@ -151,7 +151,7 @@ def test_a_missing_peak_is_explained(changes: dict[str, object], words: str) -> 
 
 def test_counted_flops_are_told_or_why_there_are_none() -> None:
     started = replace(GPU, flops_per_item=0.0, item="sample")
-    assert "MFU" not in event_lines.started_line(started)
+    assert "telemetry.count_flops = true counts them" in event_lines.started_line(started)
     counted = FlopsCounted(1.234e9)
     assert event_lines.flops_line(started, counted) == "1.23B FLOPs per sample, forward and backward"
     line = event_lines.flops_line(replace(started, datasheet_flops=None), counted)

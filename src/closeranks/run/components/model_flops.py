@@ -20,8 +20,7 @@ from closeranks.core.protocols import Batch, Loss, ModelSpec
 from closeranks.core.registry import is_import_path
 from closeranks.core.world import World
 from closeranks.models.batches import num_samples
-from closeranks.models.flop_count import DatalessModule, NotCountable, clear_lists, copy_without_data, count_flops
-from closeranks.models.user import UserSpec
+from closeranks.models.flop_count import DatalessModule, NotCountable, copy_without_data, count_flops
 from closeranks.parallel.precision import Precision
 from closeranks.parallel.recompute import recompute
 from closeranks.run.components.component import Component
@@ -65,9 +64,7 @@ class ModelFlops(Component):
         if self._copy is not None and self._batch is not None:
             with phases.phase(phases.OTHER):
                 self._counted = self._count(self._copy, self._batch)
-            modes = [one.mode for one in (self._copy, self._recomputing) if one is not None]
             self._copy = self._recomputing = self._batch = None
-            clear_lists(modes)
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
         counted, self._counted = self._counted, None
@@ -96,8 +93,7 @@ class ModelFlops(Component):
 
     def _loss(self, module: nn.Module, batch: Batch) -> Loss:
         with self._precision.context(self._device):
-            compute = self._spec.whole_loss if isinstance(self._spec, UserSpec) else self._spec.loss
-            return compute(module.train(), self._precision.cast(batch))
+            return self._spec.loss(module.train(), self._precision.cast(batch))
 
 
 def make_model_flops(job: Job, world: World, spec: ModelSpec, device: torch.device) -> ModelFlops | None:

@@ -170,7 +170,9 @@ def parameters(started: RunStarted) -> str:
 
 
 def _why_no_mfu(started: RunStarted) -> str:
-    if not started.flops_per_item or started.datasheet_flops:  # flops_line says it where they are counted later
+    if not started.flops_per_item:
+        return "no MFU before this model's FLOPs are known (telemetry.count_flops = true counts them)"
+    if started.datasheet_flops:
         return ""
     device = "CPU" if is_cpu(started.device) else "device"
     if started.measured_flops:
