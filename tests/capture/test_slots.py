@@ -352,6 +352,6 @@ def test_a_copy_that_has_landed_is_of_its_step_whatever_comes_before_its_seal(
     joined = kept.join()
     assert joined is not None
     assert joined.is_sealed
-    assert joined.late_s > joined.stall_s
+    assert joined.late_s >= joined.stall_s, "a copy that has landed when the step begins is no later than its start"
     assert torch.equal(recalled(box[0])["weight"], expected)
     kept.close()
