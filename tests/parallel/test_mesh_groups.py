@@ -69,6 +69,7 @@ def standing(text: str) -> tuple[int, int, int]:
     groups = opened(text)
     groups.across_stages([0, 1])
     during = num_standing()
+    dist.barrier()  # else a rank may close while its peer still connects
     groups.close()
     groups.close()
     total = torch.ones(1)
