@@ -1,13 +1,14 @@
 """Does the doctor find the cause of a slow run, and does it stay silent about healthy ones?
 
-Runs are made slow on purpose in one way each, for real: processes that sleep, compute, write and wait, limits of the
-kernel, hosts with a slow link (``doctor_places``; some need root, and are left out without it). The first finding of
-``closeranks doctor`` must be the planted cause, and healthy runs of other jobs must have no finding. With ``--advice``
-the changes that the doctor prints are applied, and the gain is compared with the one it predicted.
+Runs are made slow on purpose in one way each, for real (``doctor_causes``; some need root, and are left out without
+it). The first finding of ``closeranks doctor`` must be the planted cause, and healthy runs of other jobs must have no
+finding. With ``--advice`` the changes that the doctor prints are applied, and the gain is compared with the one it
+predicted.
 
     python benchmarks/doctor.py                         every planted cause with 3 seeds, and 20 healthy runs
     python benchmarks/doctor.py --only slow-decode --seeds 1
     python benchmarks/doctor.py --advice                apply the advice too
+    python benchmarks/doctor.py --gpu                   the causes that show on one GPU only
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from doctor_places import Place, PlaceUnavailable, TrainCommand, beside_others, here, limited_cpus, slow_disk, two_hosts
+import torch
+from doctor_causes import HEALTHY, HEALTHY_ON_GPU, PLANTED, PLANTED_ON_GPU, Planted
+from doctor_places import Place, PlaceUnavailable, TrainCommand, here
 from results import begin, conclude, say
 
 from closeranks.core.errors import UserError
@@ -31,111 +34,17 @@ from closeranks.run.diagnosis import load_facts
 
 LEAST_FOUND = 0.95
 LEAST_RIGHT = 10 / 12
-NUM_HEALTHY = 20
-_QUICK = ("checkpoint.save=false", "telemetry.report=false", "optim.schedule.name=constant")
-
-TINY = ("examples/tiny.toml", "train.steps=60", "train.eval_every=0", "train.eval_samples=24", *_QUICK)
-"""A Llama of steps that take some 30 ms."""
-OWN = ("benchmarks/doctor.toml", *_QUICK)
-"""The MLP of ``doctor_work``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """A run that is slow, or wrong, for one known reason."""
-
-    name: str
-    cause: str
-    job: Sequence[str]
-    overrides: Sequence[str] = ()
-    num_workers: int = 2
-    faults: str = ""
-    place: Place = here
-    says: str = ""
-    """Words of the finding that name this cause among others of its kind."""
-
-
-PLANTED = (
-    Planted("slow-store", "input-bound", OWN, ("data.args.fetch_s=0.002",)),
-    Planted("slow-decode", "input-bound", OWN, ("data.args.decode=60",), num_workers=1),
-    Planted("slow-collate", "input-bound", OWN, ('data.collate="doctor_work:slow_collate"',)),
-    Planted("slow-rank", "straggler", TINY, (), faults="slow(rank=1, step=5, steps=200, share=0.3)"),
-    Planted(
-        "tiny-buckets",
-        "small-collectives",
-        OWN,
-        ("sync.bucket_mib=0.002", "sync.first_bucket_mib=0.002", "model.args.hidden=64", "model.args.layers=60"),
-    ),
-    Planted("few-micro-batches", "pipeline-bubble", TINY, ("layout=pipeline=2", "train.micro_batch=12")),
-    Planted("needless-recompute", "needless-recompute", TINY, ("train.recompute=full",), num_workers=1),
-    Planted("blocking-saves", "save-stalls", OWN, ("checkpoint.save=true", 'run.hooks=["doctor_work:Saving"]')),
-    Planted("garbage", "garbage-collection", TINY, ('run.hooks=["doctor_work:Garbage"]',)),
-    Planted(
-        "uneven-batches",
-        "uneven-batches",
-        OWN,
-        ('data.name="doctor_work:unequal"', "~data.args", 'data.collate="doctor_work:pad"', "data.shuffle=none"),
-    ),
-    Planted(
-        "fp16-overflow",
-        "loss-scale",
-        TINY,
-        ("train.precision=fp16", "optim.loss_scale.interval=1", "optim.loss_scale.growth=1024"),
-        num_workers=1,
-    ),
-    Planted("evaluation-every-step", "frequent-evaluation", TINY, ("train.eval_every=1", "train.eval_samples=48")),
-    Planted("slow-hook", "user-code", TINY, ('run.hooks=["doctor_work:Slow"]',)),
-    Planted("too-high-rate", "loss-diverged", TINY, ("optim.lr=1.0", "optim.clip=0", "optim.schedule.warmup=30"), 1),
-    Planted("stopped-rank", "fault-stopped", TINY, (), faults="stop(rank=1, step=20)"),
-    Planted("small-micro-batches", "small-micro-batch", OWN, ("train.micro_batch=1", "train.global_batch=64"), 1),
-    Planted("blocked-loader", "fault-loader", OWN, ("data.args.blocks_at=7", "elastic.hang_floor_s=2")),
-    Planted(
-        "mismatched-collective",
-        "fault-branch",
-        OWN,
-        ('model.loss="doctor_work:branching_loss"', "elastic.hang_floor_s=2"),
-        says="all_gather",
-    ),
-    Planted(
-        "cold-disk",
-        "input-bound",
-        OWN,
-        ('data.name="doctor_work:cold"', "~data.args"),
-        place=slow_disk(24 << 20),
-        says="from the disk",
-    ),
-    Planted(
-        "save-every-step",
-        "slow-saves",
-        OWN,
-        ("checkpoint.save=true", "checkpoint.every=1", "train.steps=200"),
-        place=slow_disk(8 << 20),
-    ),
-    Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(0.4)),
-    Planted("noisy-neighbour", "noisy-neighbour", TINY, place=beside_others(2)),
-    Planted("slow-link", "exposed-communication", OWN, place=two_hosts(400), says="gradients travel"),
-    Planted("tensor-across-hosts", "tensor-across-hosts", TINY, ("layout=tensor=2",), place=two_hosts(1000)),
-)
-
-HEALTHY = (
-    (TINY, (), 2),
-    (TINY, (), 1),
-    (TINY, ("layout=zero=1",), 2),
-    (TINY, ("layout=zero=3",), 2),
-    (TINY, ("layout=pipeline=2", "train.micro_batch=1"), 2),
-    (TINY, ("train.global_batch=48",), 2),
-    (OWN, (), 2),
-    (OWN, (), 1),
-    (OWN, ("model.args.hidden=1024",), 2),
-    (OWN, ("data.workers=1",), 1),
-)
+HEALTHY_SEEDS = 2
 
 
 def main() -> None:
     args = _arguments()
-    chosen = [one for one in PLANTED if not args.only or one.name in args.only]
+    if args.gpu and not torch.cuda.is_available():
+        raise UserError("there is no GPU here", "Leave --gpu out.")
+    planted, healthy = (PLANTED_ON_GPU, HEALTHY_ON_GPU) if args.gpu else (PLANTED, HEALTHY)
+    chosen = [one for one in planted if not args.only or one.name in args.only]
     if not chosen and args.only != ["healthy"]:
-        raise UserError(f"nothing is called {', '.join(args.only)}", f"Known: {', '.join(p.name for p in PLANTED)}.")
+        raise UserError(f"nothing is called {', '.join(args.only)}", f"Known: {', '.join(p.name for p in planted)}.")
     with ExitStack() as stack:
         scratch = args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="closeranks-doctor-"))
         if args.advice:
@@ -143,8 +52,10 @@ def main() -> None:
             return
         tried = [_plant(one, seed, Path(scratch)) for one in chosen for seed in range(args.seeds)]
         found = [one for one in tried if one is not None]
-        numbers = range(NUM_HEALTHY) if not args.only or "healthy" in args.only else range(0)
-        silent = [_control(number, Path(scratch)) for number in numbers]
+        controls = (
+            healthy * (args.seeds if args.gpu else HEALTHY_SEEDS) if "healthy" in (args.only or ["healthy"]) else ()
+        )
+        silent = [_control(one, number, Path(scratch)) for number, one in enumerate(controls)]
     figures: dict[str, Any] = {
         "planted": len(found),
         "first": sum(found),
@@ -216,8 +127,8 @@ def _conclude_advice(tried: Sequence[Advised | None]) -> None:
     conclude("doctor-advice", figures, goal, len(advised) >= 12 and right >= LEAST_RIGHT * len(advised))
 
 
-def _control(number: int, scratch: Path) -> bool:
-    job, overrides, workers = HEALTHY[number % len(HEALTHY)]
+def _control(run: tuple[Sequence[str], Sequence[str], int], number: int, scratch: Path) -> bool:
+    job, overrides, workers = run
     diagnosis = run_job(scratch / f"healthy-{number}", [*job, *overrides, f"run.seed={number}"], workers)
     say(f"  {'silent' if not diagnosis.findings else 'FALSE '}  healthy {number:<16} {_words(diagnosis.findings)}")
     return not diagnosis.findings
@@ -250,6 +161,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="planted causes by name")
     parser.add_argument("--advice", action="store_true", help="apply the advice, and compare the gain")
+    parser.add_argument("--gpu", action="store_true", help="the causes that show on a GPU, and healthy runs there")
     parser.add_argument("--keep", help="a folder for the runs, which is kept")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each planted cause")
     return parser.parse_args()

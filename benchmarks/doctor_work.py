@@ -107,6 +107,17 @@ def slow_collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
+_UNREAD: list[Tensor] = []
+
+
+def with_unread(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch with a tensor of 1 GiB that the model never reads. It is the same in each step, and pinned already: only
+    its copy to the device takes time."""
+    if not _UNREAD:
+        _UNREAD.append(torch.empty(len(samples), (1 << 28) // len(samples)).pin_memory())
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]} | {"unread": _UNREAD[0]}
+
+
 class Net(nn.Module):
     """An MLP over vectors, or over sequences of them, whose mean it classifies."""
 

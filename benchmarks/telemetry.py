@@ -52,15 +52,15 @@ ROWS = {"short": Row("short", 10.0, 32, 1, 60, 40), "long": Row("long", 200.0, 1
 
 
 class Lane:
-    """A pair of ranks that runs ``script``; it computes only in its turns."""
+    """Ranks that run ``script``, a pair unless told otherwise; they compute only in their turns."""
 
-    def __init__(self, script: str, arguments: dict[str, Any]) -> None:
-        self._script, self._stack = script, ExitStack()
+    def __init__(self, script: str, arguments: dict[str, Any], num_ranks: int = NUM_RANKS) -> None:
+        self._script, self._num_ranks, self._stack = script, num_ranks, ExitStack()
         port = _free_port()
-        self._ranks = [self._start(rank, port, arguments) for rank in range(NUM_RANKS)]
+        self._ranks = [self._start(rank, port, arguments) for rank in range(num_ranks)]
 
     def _start(self, rank: int, port: int, arguments: dict[str, Any]) -> subprocess.Popen[str]:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._num_ranks, "LOCAL_WORLD_SIZE": self._num_ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         environment = os.environ | {name: str(value) for name, value in (world | address).items()}
         command = [sys.executable, str(Path(__file__).with_name(self._script)), json.dumps(arguments)]

@@ -15,7 +15,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from workload import Workload
@@ -120,8 +120,13 @@ def cost_us(act: Callable[[], object], number: int = 2000) -> float:
     return 1e6 * min(timeit.repeat(act, number=number, repeat=7, timer=time.thread_time)) / number
 
 
-def main() -> None:
-    trainer = Trainer(json.loads(sys.argv[1]))
+class Answers(Protocol):
+    def steps(self, num_steps: int) -> dict[str, float]: ...
+
+    def spans(self, num_steps: int) -> dict[str, float]: ...
+
+
+def answer_requests(trainer: Answers) -> None:
     for line in sys.stdin:
         what, number = line.split()
         answer = trainer.steps(int(number)) if what == "steps" else trainer.spans(int(number))
@@ -130,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(Trainer(json.loads(sys.argv[1])))

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from doctor_causes import OWN, PLANTED, Planted
 from results import say
 from telemetry_peers_lane import send_signal, start, tail
 
 from closeranks.core.errors import UserError
 from closeranks.doctor.finding import Finding
-from doctor import OWN, PLANTED, Planted, run_job
+from doctor import run_job
 
 NUM_STEPS = 60
 """As in ``doctor.toml``; TraceML asks for 20."""

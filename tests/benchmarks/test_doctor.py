@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doctor_causes import HEALTHY, PLANTED, PLANTED_ON_GPU, Planted
 from doctor_places import PlaceUnavailable
 
-from doctor import HEALTHY, PLANTED, Planted, is_planted, run_job, run_planted
+from doctor import is_planted, run_job, run_planted
 
 
 @pytest.mark.world
@@ -32,3 +33,4 @@ def test_a_healthy_run_has_no_error(tmp_path: Path) -> None:
 
 def test_there_are_enough_of_them() -> None:
     assert len({one.name for one in PLANTED}) == len(PLANTED) >= 24
+    assert len({one.name for one in PLANTED_ON_GPU}) == len(PLANTED_ON_GPU) >= 6
