@@ -95,17 +95,19 @@ class Advised:
 
 def _advise(planted: Planted, scratch: Path) -> Advised | None:
     """Run as planted, then with the changes that the doctor printed; None if it advised no setting that gains speed."""
-    if planted.place is not here:
-        return None
     arguments = [*planted.job, *planted.overrides]
     before, after = scratch / f"{planted.name}-before", scratch / f"{planted.name}-after"
-    diagnosis = run_planted(planted, before)
+    try:
+        diagnosis = run_planted(planted, before)
+    except PlaceUnavailable as error:
+        say(f"  left out    {planted.name:<24} {error}")
+        return None
     first = diagnosis.findings[0] if diagnosis.findings else None
     if first is None or not first.changes or not first.gain or planted.faults:
         say(f"  no setting  {planted.name}")
         return None
     changes = [str(change) for change in first.changes]
-    later = run_job(after, [*arguments, *changes], planted.num_workers)
+    later = run_job(after, [*arguments, *changes], planted.num_workers, place=planted.place)
     compared = compare_runs(load_facts(before), load_facts(after), diagnosis.findings[:1], later.findings)
     advised = Advised(planted.name, first.gain, 1 - 1 / (compared.measured or 1.0))
     words = f"{' '.join(changes)}: saves {advised.measured:.0%} of a step, expected {advised.expected:.0%}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from doctor_places import Place, beside_others, here, limited_cpus, slow_disk, two_hosts
+from doctor_places import Place, beside_others, here, limited_cpus, slow_disk, traced, two_hosts
 
 _QUICK = ("checkpoint.save=false", "telemetry.report=false", "optim.schedule.name=constant")
 
@@ -48,6 +48,7 @@ PLANTED = (
     Planted("few-micro-batches", "pipeline-bubble", TINY, ("layout=pipeline=2", "train.micro_batch=12")),
     Planted("needless-recompute", "needless-recompute", TINY, ("train.recompute=full",), num_workers=1),
     Planted("blocking-saves", "save-stalls", OWN, ("checkpoint.save=true", 'run.hooks=["doctor_work:Saving"]')),
+    Planted("large-heap", "garbage-collection", TINY, ("train.gc_every=1", 'run.hooks=["doctor_work:Heap"]')),
     Planted("garbage", "garbage-collection", TINY, ('run.hooks=["doctor_work:Garbage"]',)),
     Planted(
         "uneven-batches",
@@ -112,7 +113,7 @@ HEALTHY = (
 LLAMA = ("examples/tiny.toml", "model.preset=160m", "train.precision=bf16", "train.eval_every=0", *_QUICK)
 """12 blocks of width 768, for a GPU."""
 _LARGE = ("data.seq_len=1024", "train.global_batch=32", "train.micro_batch=32", "train.steps=60")
-_WIDE = ("model.args.hidden=8192", "train.micro_batch=64", "train.compile=true")
+_WIDE = ("model.args.hidden=2048", "train.micro_batch=64", "train.compile=true")
 _SHORT = ("data.seq_len=256", "train.steps=60")
 
 PLANTED_ON_GPU = (
@@ -131,8 +132,9 @@ PLANTED_ON_GPU = (
         "launch-bound",
         "launch-bound",
         LLAMA,
-        (*_SHORT, "train.global_batch=2", "train.micro_batch=2", 'telemetry.profile="40:43"'),
+        (*_SHORT, "train.global_batch=2", "train.micro_batch=2", "train.steps=300"),
         1,
+        place=traced,
     ),
     Planted("unread-tensors", "host-to-device", OWN, (*_WIDE, 'data.collate="doctor_work:with_unread"'), 1),
     Planted("slow-store", "input-bound", OWN, (*_WIDE, "data.args.fetch_s=0.002"), 1),
@@ -141,5 +143,4 @@ PLANTED_ON_GPU = (
 HEALTHY_ON_GPU = (
     (LLAMA, (*_LARGE, "train.compile=true"), 1),
     (LLAMA, ("data.seq_len=2048", "train.global_batch=32", "train.micro_batch=16", "train.compile=true"), 1),
-    (OWN, _WIDE, 1),
 )

@@ -10,6 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,20 @@ def beside_others(num: int) -> Place:
                 other.wait()
 
     return run
+
+
+def traced(command: TrainCommand) -> str:
+    """While it trains, ``closeranks profile`` traces a few steps."""
+    output = command.folder.with_suffix(".txt")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as printed:
+        training = subprocess.Popen(command.arguments(command.num_workers), stdout=printed, stderr=subprocess.STDOUT)
+        metrics = command.folder / "metrics" / "rank-00000.jsonl"
+        while training.poll() is None and not (metrics.exists() and b'"step"' in metrics.read_bytes()):
+            time.sleep(0.1)
+        subprocess.run([*_closeranks(), "profile", str(command.folder)], timeout=_TIMEOUT_S, check=False)
+        training.wait(_TIMEOUT_S)
+    return output.read_text(errors="replace")
 
 
 def two_hosts(mbit: float) -> Place:

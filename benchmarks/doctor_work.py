@@ -114,7 +114,7 @@ def with_unread(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch with a tensor of 1 GiB that the model never reads. It is the same in each step, and pinned already: only
     its copy to the device takes time."""
     if not _UNREAD:
-        _UNREAD.append(torch.empty(len(samples), (1 << 28) // len(samples)).pin_memory())
+        _UNREAD.append(torch.empty(len(samples), (1 << 30) // len(samples), dtype=torch.uint8).pin_memory())
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]} | {"unread": _UNREAD[0]}
 
 
@@ -165,6 +165,13 @@ class Garbage(Hook):
             one: list[Any] = []
             one.append(one)
         gc.collect()
+
+
+class Heap(Hook):
+    """Holds two million objects that every collection visits."""
+
+    def on_start(self, session: Any) -> None:
+        self._objects = [[number] for number in range(2_000_000)]
 
 
 class Slow(Hook):

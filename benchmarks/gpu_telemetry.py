@@ -16,7 +16,9 @@ import argparse
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from results import Spread, begin, conclude, say
@@ -34,33 +36,38 @@ class Row:
     num_rounds: int
     num_steps: int
     """Of a turn."""
+    num_processes: int
+    """With telemetry, and as many without: where the host's time counts, processes alike differ by some percent."""
 
 
 ROWS = {
-    "long": Row("long", "1b_untied", 4, 4096, True, 8, 8),
-    "short": Row("short", "160m", 4, 256, False, 20, 40),
+    "long": Row("long", "1b_untied", 4, 4096, True, 8, 8, 1),
+    "short": Row("short", "160m", 4, 256, False, 10, 30, 3),
 }
 
 
 def main() -> None:
     args = _arguments()
     figures = {name: measure(ROWS[name]) for name in (ROWS if args.row == "both" else (args.row,))}
-    goal = f"the step with telemetry takes at most {GOAL:.0%} longer (the quartiles of the ratio reach {1 - GOAL})"
-    conclude("gpu_telemetry", figures, goal, all(row["ratio"]["high"] >= 1 - GOAL for row in figures.values()))
+    goal = (
+        f"telemetry takes at most {GOAL:.0%} of a step of the host's time; the quartiles of the ratio reach {1 - GOAL}"
+    )
+    met = all(row["share_of_step"] <= GOAL and row["ratio"]["high"] >= 1 - GOAL for row in figures.values())
+    conclude("gpu_telemetry", figures, goal, met)
 
 
 def measure(row: Row) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="closeranks-telemetry-") as folder, ExitStack() as stack:
-        lanes = {name: _open(name, row, Path(folder)) for name in LANES}
-        for lane in lanes.values():
+        lanes = {name: [_open(name, row, Path(folder) / str(n)) for n in range(row.num_processes)] for name in LANES}
+        for lane in chain(*lanes.values()):
             stack.callback(lane.close)
             lane.ask("steps", row.num_steps)
         seconds: dict[str, list[float]] = {name: [] for name in LANES}
         for number in range(row.num_rounds):
             for name in LANES if number % 2 else LANES[::-1]:
-                (answer,) = lanes[name].ask("steps", row.num_steps)
-                seconds[name].append(answer["seconds"] / row.num_steps)
-        (spans,) = lanes["on"].ask("spans", row.num_steps)
+                answers = [lane.ask("steps", row.num_steps)[0] for lane in lanes[name]]
+                seconds[name].append(fmean(answer["seconds"] for answer in answers) / row.num_steps)
+        (spans,) = lanes["on"][0].ask("spans", row.num_steps)
     host_us = spans["num_switches"] * spans["switch_us"] + spans["record_us"]
     ratio = Spread.of(off / on for on, off in zip(seconds["on"], seconds["off"], strict=True))
     step_ms = Spread.of(1000 * one for one in seconds["off"])
@@ -71,7 +78,8 @@ def measure(row: Row) -> dict[str, Any]:
     say(f"    {spans['record_us']:.1f} us for the record of the step")
     say(f"  beside it: a look at resources every {DEFAULT_SAMPLE_S:g} s takes {spans['look_ms']:.2f} ms of a thread")
     rounded = {name: round(value, 5) for name, value in spans.items()}
-    return {"step_ms": step_ms.fields(3), "ratio": ratio.fields(5), "host_us": round(host_us, 1), **rounded}
+    share = round(host_us / 1000 / step_ms.median, 5)
+    return {"step_ms": step_ms.fields(3), "ratio": ratio.fields(5), "share_of_step": share, **rounded}
 
 
 def _open(name: str, row: Row, folder: Path) -> Lane:

@@ -60,7 +60,7 @@ class Trainer:
 
     def spans(self, num_steps: int) -> dict[str, float]:
         """Calls of a step, and what one costs."""
-        with counted(self.session.engine.components.get(PhaseRecorder)) as found:
+        with counted(self.session.engine.components.get(PhaseRecorder), time.perf_counter) as found:
             self.steps(num_steps)
         return {
             "num_switches": found["switches"] / num_steps,

@@ -21,7 +21,7 @@ def facts(
     started: Mapping[str, Any] | None = None,
     events: Sequence[Event] = (),
     used: Mapping[int, Resources] | None = None,
-    idle: Mapping[int, float] | None = None,
+    busy: Mapping[int, float] | None = None,
     nccl: str = "",
 ) -> RunFacts:
     """``ranks``: for each, the phases that differ from ``BASE`` in every step, or in each of the steps. ``used``: what
@@ -34,7 +34,7 @@ def facts(
     resources = {rank: [one, one] for rank, one in (used or {}).items()}
     log = parse_nccl_log(nccl.splitlines())
     return collect_facts(
-        settings or {}, steps, times, events=[about, *events], resources=resources, idle_shares=idle, nccl=log
+        settings or {}, steps, times, events=[about, *events], resources=resources, device_busy_s=busy, nccl=log
     )
 
 

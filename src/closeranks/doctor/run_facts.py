@@ -31,6 +31,7 @@ from closeranks.core.events import (
     StepPhases,
     Warned,
 )
+from closeranks.core.phases import BACKWARD, FORWARD
 from closeranks.doctor.nccl_log import NcclLog
 from closeranks.facts.devices import is_cpu
 from closeranks.facts.layout import Layout
@@ -61,8 +62,8 @@ class RunFacts:
     warnings: tuple[Warned, ...] = ()
     resources: Mapping[int, tuple[Resources, ...]] = field(default_factory=dict)
     """By rank: what was used, in intervals; empty if nothing was sampled (a short run)."""
-    idle_shares: Mapping[int, float] = field(default_factory=dict)
-    """By rank: the share of the time in which its device was idle, from a trace; empty without one."""
+    device_busy_s: Mapping[int, float] = field(default_factory=dict)
+    """By rank: how long its device is busy in a step, from a trace; empty without one."""
     nccl: NcclLog | None = None
     """What NCCL printed about its transports; None if it printed nothing (``NCCL_DEBUG`` was not set)."""
     notes: tuple[str, ...] = ()
@@ -212,6 +213,20 @@ class RunFacts:
         all_micro = -(-started.global_batch // started.micro_batch)
         return -(-all_micro // max(1, self.layout.data))
 
+    @cached_property
+    def computing_s(self) -> float:
+        """Forward and backward of a step, the mean over the ranks."""
+        return self.mean_s(FORWARD, BACKWARD)
+
+    @cached_property
+    def reached(self) -> float:
+        """What computing reaches of what a large matrix product was measured to; 0 if it is not known."""
+        started, peak = self.started, self.started.measured_flops
+        if not peak or not self.steps or self.computing_s <= 0:
+            return 0.0
+        items = sum(step.items for step in self.steps) / len(self.steps)
+        return items * started.flops_per_item / (started.world_size * self.computing_s) / peak
+
 
 def _means(own: Sequence[StepPhases]) -> Mapping[str, float]:
     total: dict[str, float] = {}
@@ -228,7 +243,7 @@ def collect_facts(
     first_steps: Iterable[int] = (),
     events: Iterable[Event] = (),
     resources: Mapping[int, Sequence[Resources]] | None = None,
-    idle_shares: Mapping[int, float] | None = None,
+    device_busy_s: Mapping[int, float] | None = None,
     nccl: NcclLog | None = None,
 ) -> RunFacts:
     """``times``: by rank, then by step. ``events``: further events of rank 0 and of the agent, in any order."""
@@ -247,6 +262,6 @@ def collect_facts(
         standstills=tuple(one for one in kinds if isinstance(one, Standstill)),
         warnings=tuple(one for one in kinds if isinstance(one, Warned)),
         resources={rank: tuple(own) for rank, own in sorted((resources or {}).items())},
-        idle_shares=idle_shares or {},
+        device_busy_s=device_busy_s or {},
         nccl=nccl,
     )

@@ -20,7 +20,7 @@ from closeranks.telemetry.run_log.phase_history import PhaseHistory, load_phases
 from closeranks.telemetry.run_log.resource_history import ResourceHistory, load_resources
 from closeranks.telemetry.run_log.run_folder import ResolvedSettings, RunFolder
 from closeranks.telemetry.run_log.run_history import RunHistory, load_history
-from closeranks.telemetry.traces.idle_device import idle_shares
+from closeranks.telemetry.traces.device_use import device_busy_s
 
 _LOGS_READ = 64
 _LOG_BYTES = 4 << 20
@@ -32,7 +32,7 @@ def load_facts(folder: Path) -> RunFacts:
     run = RunFolder(folder)
     history, phases, resources = load_history(folder), load_phases(folder), load_resources(folder)
     nccl = parse_nccl_log(_first_lines(run.worker_logs()[:_LOGS_READ]))
-    return _facts(run.resolved(), history, phases, resources, idle_shares(folder), nccl)
+    return _facts(run.resolved(), history, phases, resources, device_busy_s(folder), nccl)
 
 
 def findings_section(

@@ -54,7 +54,7 @@ class StepProfiler:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
+            self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
         self._mark = record_function(f"step {step}")
         self._mark.__enter__()

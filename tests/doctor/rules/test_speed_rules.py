@@ -96,6 +96,16 @@ CASES = {
         8 * 0.003 / 0.1 * 7 / 8,
         "train.micro_batch=32",
     ),
+    "no compile, of a known speed": Case(
+        "no-compile",
+        _slow(
+            {},
+            settings={"train": {"compile": False}},
+            started={**GPU, "measured_flops": 1e12, "flops_per_item": 0.2 * 1e12 * 0.09 / 64, "micro_batch": 32},
+        ),
+        0.9 * 0.5 * 0.8,
+        "train.compile=true",
+    ),
     "recompilation": Case("recompilation", _slow({"compile": 0.1}), 0.5),
     "no compile": Case(
         "no-compile", _slow({}, settings={"train": {"compile": False}}, started=GPU), 0.18, "train.compile=true"
@@ -146,6 +156,17 @@ def test_a_bubble_asks_for_smaller_micro_batches() -> None:
     assert finding.gain == pytest.approx(1 - (2 / 3) / (8 / 9), rel=0.01)
 
 
+def test_smaller_micro_batches_are_not_advised_where_they_cost_as_much_as_they_save() -> None:
+    """Computing is far from the peak: what it takes beyond arithmetic is taken for a cost of each micro-batch."""
+    about = {"layout": "pipeline=2", "micro_batch": 16, "measured_flops": 1e12}
+    for reached, changes in ((0.9, ["train.micro_batch=4"]), (0.1, [])):
+        flops_per_item = reached * 1e12 * 2 * 0.09 / 64
+        made = facts(*even({"pipeline.receive": 0.05}), started={**about, "flops_per_item": flops_per_item})
+        finding = diagnose(made).findings[0]
+        assert finding.cause == "pipeline-bubble"
+        assert [str(change) for change in finding.changes] == changes
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("settings", [{}, {"train": {"compile": False, "recompute": "none", "eval_every": 10}}])
 def test_a_healthy_run_has_no_finding(num_ranks: int, settings: dict[str, Any]) -> None:
@@ -189,6 +210,15 @@ def test_saves_that_take_longer_than_the_steps_between_them(every: int | str, sa
     findings = diagnose(made).findings
     assert [one.cause for one in findings] == found
     assert [str(change) for one in findings for change in one.changes] == ["checkpoint.every=40"] * len(found)
+
+
+def test_a_rank_that_had_more_to_do_by_chance_is_no_straggler() -> None:
+    """It is the slower one in 12 of 20 steps, the other one in the remaining 8."""
+    slow: Mapping[str, float] = {"forward": 0.13}
+    rows: list[list[Mapping[str, float]]] = [
+        [slow if (step % 5 < 3) == (rank == 0) else {} for step in range(NUM)] for rank in (0, 1)
+    ]
+    assert [one.cause for one in diagnose(facts(*rows)).findings] == ["uneven-batches"]
 
 
 def test_ranks_of_different_stages_are_not_compared() -> None:

@@ -91,7 +91,7 @@ class RankTracer:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         set_default("KINETO_LOG_LEVEL", "6")  # it reports its own progress on stderr otherwise
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)
         self._profile.prepare_trace()
 
     def _begin_traced(self, step: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from closeranks.core.phases import BACKWARD, FORWARD
 from closeranks.doctor.finding import LEAST_GAIN, Finding, SettingChange, milliseconds, percent
 from closeranks.doctor.run_facts import RunFacts
 
@@ -26,17 +25,14 @@ _FULL = 0.75
 
 
 def find(facts: RunFacts) -> Iterator[Finding]:
-    started, peak = facts.started, facts.started.measured_flops
-    computing_s = facts.mean_s(FORWARD, BACKWARD)
-    if not peak or not facts.steps or computing_s <= 0 or facts.layout.pipeline > 1 or facts.num_micro < 2:
+    started, peak, reached = facts.started, facts.started.measured_flops, facts.reached
+    if not reached or facts.layout.pipeline > 1 or facts.num_micro < 2:
         return
     if _items_in_one(facts) > (_FEW_ON_CPU if facts.is_cpu else _FEW[started.item == "token"]):
         return
-    items = sum(step.items for step in facts.steps) / len(facts.steps)
-    reached = items * started.flops_per_item / (started.world_size * computing_s) / peak
     factor, low = _joined(facts), _LOW_ON_CPU if facts.is_cpu else _LOW
     # What is far from the peak is taken for cost per micro-batch, up to what that can be; a factor-th of it remains.
-    far_s = computing_s * (1 - reached / low)
+    far_s = facts.computing_s * (1 - reached / low)
     gain = facts.share(min(far_s, facts.num_micro * _most_cost_s(facts))) * (1 - 1 / factor)
     if factor < 2 or gain < LEAST_GAIN:
         return
@@ -45,7 +41,7 @@ def find(facts: RunFacts) -> Iterator[Finding]:
         "small-micro-batch",
         f"Micro-batches of {micro} samples are too small: computing reaches {percent(reached)} of the device's peak.",
         (
-            f"{facts.num_micro} micro-batches follow one another in a step, {milliseconds(computing_s)} of "
+            f"{facts.num_micro} micro-batches follow one another in a step, {milliseconds(facts.computing_s)} of "
             f"{milliseconds(facts.step_s)}",
             f"a large matrix product reached {peak / 1e9:.4g} GFLOP/s here, the model {reached * peak / 1e9:.4g}",
         ),

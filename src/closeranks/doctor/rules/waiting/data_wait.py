@@ -20,15 +20,14 @@ _HEADROOM = 0.8
 """Workers are chosen to need this share of the time that is there."""
 _LEAST_ON_BUSY_HOST = 0.15
 """Where no processor is free, readers wait for one as everything else does: less than this says nothing about them."""
-_DISK_BYTES_PER_S = 1 << 20
-"""Reading less than this from a disk is not what takes the time."""
+_DISK_BYTES_PER_S, _BUSY_DISK = 8 << 20, 0.5
+"""Reading less than this from a disk that is less busy than this is not what takes the time."""
 _MISSES = 0.5
 """The share of the bytes read that must come from the disk."""
-_BUSY_DISK = 0.8
-"""More readers gain nothing from a disk that is as busy as this."""
 _FROM_DISK = (
     "The page cache does not hold the data: use a faster disk, a host with more free memory, or smaller samples "
-    "(closeranks data build). data.shuffle = 'blocks' reads neighbouring samples together."
+    "(closeranks data build). data.shuffle = 'blocks' reads neighbouring samples together. More data.workers help only "
+    "if the disk serves several readers faster than one."
 )
 _HELP = {
     "reading": "Read ahead in more processes; data.shuffle = 'blocks' reads neighbouring samples together.",
@@ -64,13 +63,12 @@ def find(facts: RunFacts) -> Iterator[Finding]:
         times = ", ".join(f"{name} {milliseconds(spent)}" for name, spent in stages.items() if spent)
         evidence.append(f"reading one step's samples takes rank 0: {times}")
     evidence += [from_disk] if from_disk else []
-    is_busy = bool(from_disk) and _disk_busy_share(facts, worst) >= _BUSY_DISK
     yield Finding(
         "input-bound",
         f"Training waits for data {percent(share)} of the time" + (f", mostly for {slowest}." if read_s else "."),
         tuple(evidence),
         advice,
-        () if is_busy else (SettingChange("data.workers", workers, now),),
+        () if from_disk else (SettingChange("data.workers", workers, now),),
         gain,
         frozenset({"straggler", "uneven-batches", "exposed-communication", "user-code"}),
     )
@@ -94,9 +92,9 @@ def _from_disk(facts: RunFacts, rank: int) -> str:
     disk, called = (facts.used_per_s(rank, "process", name) for name in ("read_bytes", "read_call_bytes"))
     called -= facts.sent_bytes_per_s(rank)  # sockets are read by the same calls, about as much as is sent
     share = disk / max(disk, called, 1.0)
-    if disk < _DISK_BYTES_PER_S or share < _MISSES:
-        return ""
     busy = _disk_busy_share(facts, rank)
+    if (disk < _DISK_BYTES_PER_S and busy < _BUSY_DISK) or share < _MISSES:
+        return ""
     words = f"; the busiest disk of its host is busy {percent(busy)} of the time" if busy else ""
     return f"rank {rank} reads {disk / 1e6:.3g} MB/s from the disk: the page cache misses {percent(share)}{words}"
 

@@ -6,9 +6,10 @@ others is never taken for a slow one: only its own work counts.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from closeranks.core import phases
 from closeranks.doctor.finding import Finding, SettingChange, milliseconds, percent
@@ -19,6 +20,8 @@ _SLOW = 1.2
 """A rank is slow if its own work takes this many times as long as that of the others,"""
 _LEAST_SLOW = 0.15
 """and the others wait for it this share of the time: ranks on one machine differ by a tenth at times."""
+_LASTING = 4.0
+"""Standard errors by which it is slower in the mean of all steps."""
 _UNEVEN = 0.15
 """Steps of equal work differ less than this on a machine of their own."""
 _STOPPED = 0.1
@@ -62,7 +65,7 @@ def _straggler(facts: RunFacts, ranks: Sequence[int]) -> Iterator[Finding]:
     rest = [rank for rank in ranks if rank not in slow]
     others = median(own[rank] for rank in rest)
     gain = facts.share(own[worst] - others)
-    if others <= 0 or own[worst] < _SLOW * others or gain < _LEAST_SLOW:
+    if others <= 0 or own[worst] < _SLOW * others or gain < _LEAST_SLOW or not _is_lasting(facts, worst, rest):
         return
     excess = {name: facts.rank_s(worst, name) - median(facts.rank_s(rank, name) for rank in rest) for name in _KINDS}
     kind = _KINDS[max(excess, key=lambda name: excess[name])]
@@ -81,6 +84,13 @@ def _straggler(facts: RunFacts, ranks: Sequence[int]) -> Iterator[Finding]:
         changes if kind == "computing" else (),
         gain,
     )
+
+
+def _is_lasting(facts: RunFacts, rank: int, rest: Sequence[int]) -> bool:
+    """Whether it is more than chance that this rank had more to do than the rest, over all steps."""
+    steps = zip(facts.times[rank], *(facts.times[one] for one in rest), strict=True)
+    gaps = [facts.own_s(own) - median(map(facts.own_s, others)) for own, *others in steps]
+    return len(gaps) < 2 or fmean(gaps) >= _LASTING * stdev(gaps) / math.sqrt(len(gaps))
 
 
 def _slow_host(facts: RunFacts, own: Mapping[int, float], worst: int) -> Sequence[int]:
