@@ -88,7 +88,7 @@ PLANTED = (
         "save-every-step",
         "slow-saves",
         OWN,
-        ("checkpoint.save=true", "checkpoint.every=1", "train.steps=200"),
+        ("checkpoint.save=true", "checkpoint.every=1", "train.steps=200", "optim.lr=1e-4"),
         place=slow_disk(8 << 20),
     ),
     Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(0.4)),
