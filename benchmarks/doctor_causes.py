@@ -107,7 +107,7 @@ HEALTHY = (
     (OWN, (), 2),
     (OWN, (), 1),
     (OWN, ("model.args.hidden=1024",), 2),
-    (OWN, ("data.workers=1",), 1),
+    (OWN, ("data.workers=1", "model.args.hidden=1024"), 1),
 )
 
 LLAMA = ("examples/tiny.toml", "model.preset=160m", "train.precision=bf16", "train.eval_every=0", *_QUICK)
