@@ -452,6 +452,9 @@ def test_no_standstill_is_told_while_a_rank_makes_progress_or_none_waits_unusual
     detector, progress_of = HangDetector(DEADLINES), {0: first_time, 1: hook}
     assert detector.stall(progress_of, 16.0, lambda: False) is None
     assert detector.stall(progress_of, 16.0, lambda: True) is not None
+    first_batch = _progress(7, WorkerPhase.DATA, 10.0, longest={})
+    assert find_stall({0: first_time, 1: replace(first_batch, step=6)}, 14.0, DEADLINES) is None
+    assert find_stall({0: first_time, 1: replace(first_batch, step=6)}, 16.0, DEADLINES) is not None
     assert find_stall({0: hook, 1: hook}, 500.0, DEADLINES) is None
     assert find_stall({}, 500.0, DEADLINES) is None
     assert find_stall({0: waits, 1: hook}, 26.1, DEADLINES, awake_since=24.0) is None, "the agent was stopped"

@@ -65,6 +65,14 @@ def test_a_worker_that_hung() -> None:
     assert "rank 1 made no progress" in found[0].what
 
 
+@pytest.mark.parametrize(("step", "is_lost", "found"), [(None, False, 0), (15, False, 0), (15, True, 1), (21, False, 1)])
+def test_a_standstill_that_ended_by_itself_is_no_fault(step: int | None, is_lost: bool, found: int) -> None:
+    """The run has taken steps 2 to 21."""
+    why = Standstill(step=step, rank=1, kind="loader", cause="rank 1 waits for data")
+    lost = [RankLost(kind="hang", step=15)] if is_lost else []
+    assert [one.cause for one in diagnose(facts({}, {}, events=[why, *lost])).findings] == ["fault-loader"] * found
+
+
 def test_a_standstill_that_was_explained_says_more_than_the_hang() -> None:
     why = Standstill(step=20, rank=1, kind="branch", cause="rank 1 took another branch", lines=["rank 1: waiting"])
     lost = RankLost(rank=1, step=20, kind="hang", cause="rank 1 made no progress for 5 s")

@@ -163,8 +163,8 @@ def find_stall(
     is_certain: bool = False,
 ) -> Hang | None:
     """A standstill that is worth telling although no deadline has passed: no rank makes progress, and one waits much
-    longer than it ever had to, or it ``is_certain`` that something is wrong. The rank that it waits for may have a long
-    deadline (in a hook, say)."""
+    longer than it ever had to, or for its first batch, or it ``is_certain`` that something is wrong. The rank that it
+    waits for may have a long deadline (in a hook, say)."""
     ages_s = {rank: now - max(one.at, awake_since) for rank, one in progress_of.items()}
     if min(ages_s.values(), default=0.0) <= deadlines.floor_s:
         return None
@@ -173,10 +173,12 @@ def find_stall(
         for rank, one in progress_of.items()
         if one.phase in one.longest and one.phase not in _UNPREDICTABLE
     }
-    if not is_certain and not any(ages_s[rank] > usual for rank, usual in usual_s.items()):
-        return None
     suspects = furthest_behind(progress_of)
     first = progress_of[suspects[0]]
+    # Unlike a first computation, which may compile, a first batch that does not come is worth a word.
+    is_unusual = first.phase is WorkerPhase.DATA and WorkerPhase.DATA not in first.longest
+    if not (is_certain or is_unusual or any(ages_s[rank] > usual for rank, usual in usual_s.items())):
+        return None
     return Hang(suspects, first.step, first.phase, now - min(ages_s.values()), deadlines.floor_s)
 
 

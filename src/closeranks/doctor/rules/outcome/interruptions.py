@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from closeranks.core.events import Standstill
 from closeranks.doctor.finding import FAULT, Finding
 from closeranks.doctor.run_facts import RunFacts
 
@@ -32,7 +33,7 @@ _ADVICE = {
 
 def find(facts: RunFacts) -> Iterator[Finding]:
     lost = [one for one in facts.lost if one.kind not in _PLANNED]
-    explained = [one for one in facts.standstills if one.kind in _ADVICE]
+    explained = [one for one in facts.standstills if one.kind in _ADVICE and not _is_over(facts, one)]
     if explained:
         first = explained[0]
         yield Finding(
@@ -54,3 +55,9 @@ def find(facts: RunFacts) -> Iterator[Finding]:
             _ADVICE.get(kind, f"Find out what ended {times} of the workers; the host's log may say."),
             is_error=True,
         )
+
+
+def _is_over(facts: RunFacts, one: Standstill) -> bool:
+    """Whether the ranks went on by themselves: no worker of that generation was lost, and later steps were taken."""
+    was_lost = any(lost.generation == one.generation for lost in facts.lost)
+    return not was_lost and any(step.step > (one.step or 0) for step in facts.steps[-1:])
