@@ -17,6 +17,7 @@ from closeranks import __version__
 from closeranks.cli import agent, compare, config, doctor, drill, layout, profile, report, run, sample, status, train
 from closeranks.cli.ckpt import commands as ckpt
 from closeranks.cli.data import commands as data
+from closeranks.cli.plan import commands as plan
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 from closeranks.core.printable import printable
 from closeranks.core.system import stdio
@@ -30,6 +31,7 @@ A first tour:
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
   closeranks layout ls job.toml -n 8           every layout on eight workers, and what each costs
+  closeranks plan goodput --devices 1024       a month of failures: what trains, how many spares pay
   closeranks status runs/tiny                  workers, hosts, step, last events
   closeranks doctor runs/tiny                  what holds it back, what to change, what that gains
   closeranks profile runs/tiny                 trace its next steps, all ranks in one file for Perfetto
@@ -50,7 +52,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, agent, run, status, doctor, profile, drill, compare, sample, config, layout, data, ckpt, report):
+for verb in (
+    train,
+    agent,
+    run,
+    status,
+    doctor,
+    profile,
+    drill,
+    compare,
+    sample,
+    config,
+    layout,
+    plan,
+    data,
+    ckpt,
+    report,
+):
     verb.register(app)
 
 
