@@ -68,7 +68,9 @@ PLANTED = (
     Planted("too-high-rate", "loss-diverged", TINY, ("optim.lr=1.0", "optim.clip=0", "optim.schedule.warmup=30"), 1),
     Planted("stopped-rank", "fault-stopped", TINY, (), faults="stop(rank=1, step=20)"),
     Planted("small-micro-batches", "small-micro-batch", OWN, ("train.micro_batch=1", "train.global_batch=64"), 1),
-    Planted("blocked-loader", "fault-loader", OWN, ("data.args.blocks_at=7", "elastic.hang_floor_s=2", "elastic.first_s=20")),
+    Planted(
+        "blocked-loader", "fault-loader", OWN, ("data.args.blocks_at=7", "elastic.hang_floor_s=2", "elastic.first_s=20")
+    ),
     Planted(
         "mismatched-collective",
         "fault-branch",

@@ -65,7 +65,9 @@ def test_a_worker_that_hung() -> None:
     assert "rank 1 made no progress" in found[0].what
 
 
-@pytest.mark.parametrize(("step", "is_lost", "found"), [(None, False, 0), (15, False, 0), (15, True, 1), (21, False, 1)])
+@pytest.mark.parametrize(
+    ("step", "is_lost", "found"), [(None, False, 0), (15, False, 0), (15, True, 1), (21, False, 1)]
+)
 def test_a_standstill_that_ended_by_itself_is_no_fault(step: int | None, is_lost: bool, found: int) -> None:
     """The run has taken steps 2 to 21."""
     why = Standstill(step=step, rank=1, kind="loader", cause="rank 1 waits for data")

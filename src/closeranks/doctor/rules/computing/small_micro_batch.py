@@ -26,7 +26,7 @@ _FULL = 0.75
 
 def find(facts: RunFacts) -> Iterator[Finding]:
     started, peak, reached = facts.started, facts.started.measured_flops, facts.reached
-    if not reached or facts.layout.pipeline > 1 or facts.num_micro < 2:
+    if not peak or not reached or facts.layout.pipeline > 1 or facts.num_micro < 2:
         return
     if _items_in_one(facts) > (_FEW_ON_CPU if facts.is_cpu else _FEW[started.item == "token"]):
         return
