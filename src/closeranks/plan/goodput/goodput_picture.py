@@ -110,7 +110,7 @@ def _draw_paid(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
         )  # fmt: skip
         _mark(axes, sweep.best.scenario.spares, sweep.best.hours_per_useful, color)
     axes.set_ylim(1.0, top)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("spare hosts", fontsize=8.5, color=_QUIET)
     _style_axes(axes, "device-hours paid per useful one; the dot is the number of spares that pays")
 
@@ -123,7 +123,7 @@ def _mark(axes: Any, x: float, y: float, color: str) -> None:
 def _draw_losses(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
     """One bar for each strategy, as long as what it loses."""
     longest = max(1 - sweep.chosen.shares[USEFUL] for sweep in sweeps) or 1.0
-    used = [row for row in _ROWS if any(sweep.chosen.shares[row] > 0 for sweep in sweeps)]
+    used = [row for row in _ROWS if any(sweep.chosen.shares[row] > 1e-6 for sweep in sweeps)]
     for place, sweep in enumerate(sweeps):
         begin = 0.0
         for row in used:

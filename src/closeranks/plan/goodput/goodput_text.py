@@ -22,6 +22,8 @@ Rows = list[tuple[str, ...]]
 """The first is the heading."""
 _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£"}
 _SHOWN_KINDS = 5
+_SHOWN = 1e-6
+"""Losses of a smaller share are left out."""
 CLOSED_FORM_REMARK = "The closed form is Daly's: hosts that never run short, no slow ones, and no silent corruption."
 
 
@@ -67,14 +69,14 @@ def strategy_rows(sweeps: Sequence[SpareSweep], price: DevicePrice | None) -> Ro
 def loss_rows(sweeps: Sequence[SpareSweep]) -> Rows:
     """Where the time of the workers goes: the share, and that much of the wall time."""
     rows: Rows = [("", *(title for sweep in sweeps for title in (sweep.strategy.name, "of the run")))]
-    shown = [row for row in ROW_WORDS if row == USEFUL or any(sweep.chosen.shares[row] > 0 for sweep in sweeps)]
+    shown = [row for row in ROW_WORDS if row == USEFUL or any(sweep.chosen.shares[row] > _SHOWN for sweep in sweeps)]
     for row in shown:
         cells = []
         for sweep in sweeps:
             share = sweep.chosen.shares[row]
             cells += [
-                percent(share) if share else "-",
-                duration(share * sweep.chosen.scenario.wall_s) if share else "-",
+                percent(share) if share > _SHOWN else "-",
+                duration(share * sweep.chosen.scenario.wall_s) if share > _SHOWN else "-",
             ]
         rows.append((ROW_WORDS[row], *cells))
     return rows

@@ -108,7 +108,7 @@ class TrainingProgress:
         if num_cycles <= 0:
             return
         before = self.position
-        self._book(num_cycles * work_us * active, num_cycles * self._save_work, active, slow_per_mille)
+        self._book(num_cycles * work_us * active, num_cycles * self._save_work, slow_per_mille)
         self.rows[SAVE] += num_cycles * self._stall_us * active
         self.now_us += num_cycles * (work_us + self._stall_us)
         self._saves.clear()
@@ -117,16 +117,17 @@ class TrainingProgress:
 
     def _work(self, wall_us: int, active: int, slow_per_mille: int, gain: int, cost: int) -> None:
         gained = min(wall_us * gain // cost, self._next_save - self.position)
-        self._book(wall_us * active, gained, active, slow_per_mille)
+        self._book(wall_us * active, gained, slow_per_mille)
         self.now_us += wall_us
 
-    def _book(self, spent: int, gained: int, active: int, slow_per_mille: int) -> None:
-        """Of the worker-time ``spent``, what is not gained was waiting for a slow rank or a snapshot; what rounding
-        leaves counts with the snapshots, or with the missing workers."""
+    def _book(self, spent: int, gained: int, slow_per_mille: int) -> None:
+        """Of the worker-time ``spent``, what is not gained was waiting for a slow rank or a snapshot; the fraction of a
+        microsecond before a save counts as part of it."""
         self.position += gained
         waited = min(spent - gained, spent - spent * _PER_MILLE // slow_per_mille)
         self.rows[STRAGGLER] += waited
-        self.rows[SNAPSHOT if self._snapshot_us or active == self._num_workers else MISSING] += spent - gained - waited
+        rest = SNAPSHOT if self._snapshot_us else STRAGGLER if slow_per_mille > _PER_MILLE else SAVE
+        self.rows[rest] += spent - gained - waited
 
     def _stall(self, wall_us: int, active: int) -> None:
         self.rows[SAVE] += wall_us * active
