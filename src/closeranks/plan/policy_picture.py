@@ -18,6 +18,7 @@ from closeranks.facts.checkpoint_policy.preemption_hazard import hazards
 from closeranks.facts.checkpoint_policy.save_interval import best_period_s, waste
 from closeranks.facts.checkpoint_policy.storage_contention import SharedStorage
 from closeranks.facts.durations import format_duration
+from closeranks.plan.picture_style import INK, QUIET, style_axes
 from closeranks.plan.policy import (
     HOUR_S,
     CheckpointPolicy,
@@ -26,9 +27,6 @@ from closeranks.plan.policy import (
     single_level,
 )
 
-_INK = "#1f2933"
-_QUIET = "#7b8794"
-_GRID = "#dfe4ea"
 _BLOCKING, _ASYNCHRONOUS, _TWO_LEVELS = "#c2601a", "#2b6cb0", "#2f7d5b"
 _TICKS_S = (1, 10, 60, 600, 3600, 6 * 3600, 48 * 3600, 480 * 3600)
 _NUM_POINTS = 240
@@ -104,11 +102,11 @@ def _draw_text(figure: Any, policy: CheckpointPolicy) -> None:
         f"{format_duration(scenario.stall_s)} of stall per save",
         f"{format_duration(scenario.restart_s)} to restart",
     )
-    figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=_INK, va="center")
-    figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
-    figure.text(0.975, 0.944, lost, fontsize=13, fontweight="bold", color=_INK, va="center", ha="right")
+    figure.text(0.062, 0.944, title, fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=QUIET, va="center")
+    figure.text(0.975, 0.944, lost, fontsize=13, fontweight="bold", color=INK, va="center", ha="right")
     again = f"{format_duration(policy.lost_s)} of work redone per failure"
-    figure.text(0.975, 0.898, again, fontsize=9.5, color=_QUIET, va="center", ha="right")
+    figure.text(0.975, 0.898, again, fontsize=9.5, color=QUIET, va="center", ha="right")
 
 
 def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
@@ -130,8 +128,8 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
     floor = policy.situation.restart_s / policy.situation.mtbf_s
     last_s, bottom = curves[0].periods_s[-1], max(min(0.7 * least, 0.8 * floor), 0.25 * least)
     if floor > bottom:
-        axes.axhline(floor, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
-        _note(axes, 0.94 * last_s, floor * 1.06, "restarts alone", _QUIET, ha="right")
+        axes.axhline(floor, color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
+        _note(axes, 0.94 * last_s, floor * 1.06, "restarts alone", QUIET, ha="right")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(curves[0].periods_s[0], last_s)
@@ -142,7 +140,7 @@ def _draw_curves(axes: Any, policy: CheckpointPolicy) -> None:
     shares = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0) if axes.get_ylim()[0] <= share]
     axes.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
     axes.set_yticks([], minor=True)
-    _style_axes(axes, "time lost, by the interval between saves")
+    style_axes(axes, "time lost, by the interval between saves")
 
 
 def _label_offsets(curves: Sequence[WasteCurve]) -> list[tuple[float, float]]:
@@ -161,7 +159,7 @@ def _draw_contention(axes: Any, policy: CheckpointPolicy) -> None:
     periods_s = [multilevel_schedule_for(replace(scenario, num_jobs=count)).placed[-1].period_s for count in counts]
     shared = [SharedStorage(scenario.transfer_s, *pair) for pair in zip(counts, periods_s, strict=True)]
     labels = ("between a job's saves", "until stored, all jobs at once", "until stored, each at its own time")
-    axes.plot(counts, periods_s, color=_INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
+    axes.plot(counts, periods_s, color=INK, linewidth=1.6, linestyle=(0, (1, 1.4)), label=labels[0])
     axes.plot(counts, [one.aligned_s for one in shared], color=_BLOCKING, linewidth=2.2, label=labels[1])
     axes.plot(counts, [one.random_s for one in shared], color=_ASYNCHRONOUS, linewidth=2.2, label=labels[2])
     for storage in shared:
@@ -179,8 +177,8 @@ def _draw_contention(axes: Any, policy: CheckpointPolicy) -> None:
     spans = [tick for tick in (1, 5, 30, 120, 600, 3600, 6 * 3600) if bottom <= tick <= top]
     axes.set_yticks(spans, [format_duration(tick) for tick in spans])
     axes.set_yticks([], minor=True)
-    _style_axes(axes, "many jobs, one store")
-    axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6, borderaxespad=0.1)
+    style_axes(axes, "many jobs, one store")
+    axes.legend(loc="upper left", frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.6, borderaxespad=0.1)
 
 
 def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
@@ -201,22 +199,11 @@ def _draw_ages(axes: Any, policy: CheckpointPolicy) -> None:
     axes.set_xticks((0, 6, 12, 18, 24), ("0", "6 h", "12 h", "18 h", "24 h"))
     axes.set_yticks((0.01, 0.1, 1, 10), ("0.01", "0.1", "1", "10"))
     axes.set_yticks([], minor=True)
-    _style_axes(axes, "hazard by a machine's age (mean = 1)")
+    style_axes(axes, "hazard by a machine's age (mean = 1)")
 
 
-def _note(axes: Any, x: float, y: float, text: str, color: str = _INK, ha: str = "left") -> None:
+def _note(axes: Any, x: float, y: float, text: str, color: str = INK, ha: str = "left") -> None:
     axes.text(x, y, text, fontsize=8.5, color=color, ha=ha, va="bottom")
-
-
-def _style_axes(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=_INK, pad=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color("#c3cbd4")
-    axes.grid(True, which="major", color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3)
 
 
 def _percent(share: float) -> str:

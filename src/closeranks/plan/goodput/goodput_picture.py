@@ -28,8 +28,8 @@ from closeranks.plan.goodput.time_rows import (
     USEFUL,
     WAITING,
 )
+from closeranks.plan.picture_style import INK, QUIET, style_axes
 
-_INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#dfe4ea"
 _STRATEGIES = ("#2b6cb0", "#c2601a", "#2f7d5b")
 _ROWS = {
     STRAGGLER: "#8d6bb8",
@@ -72,8 +72,8 @@ def _draw_text(figure: Any, sweeps: Sequence[SpareSweep], table: FailureTable) -
         "no failures" if math.isinf(mtbf_s) else f"a failure every {format_duration(mtbf_s)}",
         f"steps of {format_duration(scenario.step_s)}",
     )
-    figure.text(0.062, 0.944, f"Goodput: {title}", fontsize=15, fontweight="bold", color=_INK, va="center")
-    figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=_QUIET, va="center")
+    figure.text(0.062, 0.944, f"Goodput: {title}", fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.062, 0.898, "   ·   ".join(facts), fontsize=9.5, color=QUIET, va="center")
 
 
 def _numbers(sweep: SpareSweep) -> list[int]:
@@ -95,8 +95,8 @@ def _draw_goodput(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
     bottom = max(0.0, least - 0.1 * (1 - least))
     axes.set_ylim(bottom, 1.0 + 0.03 * (1 - bottom))
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1.6)
-    _style_axes(axes, "goodput by hosts that stand by; bands hold the middle half of the runs")
+    axes.legend(loc="lower right", frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.6)
+    style_axes(axes, "goodput by hosts that stand by; bands hold the middle half of the runs")
 
 
 def _draw_paid(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
@@ -111,8 +111,8 @@ def _draw_paid(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
         _mark(axes, sweep.best.scenario.spares, sweep.best.hours_per_useful, color)
     axes.set_ylim(1.0, top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("spare hosts", fontsize=8.5, color=_QUIET)
-    _style_axes(axes, "device-hours paid per useful one; the dot is the number of spares that pays")
+    axes.set_xlabel("spare hosts", fontsize=8.5, color=QUIET)
+    style_axes(axes, "device-hours paid per useful one; the dot is the number of spares that pays")
 
 
 def _mark(axes: Any, x: float, y: float, color: str) -> None:
@@ -136,14 +136,14 @@ def _draw_losses(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
             begin += share
         spares = sweep.chosen.scenario.spares
         name = f"{sweep.strategy.name}, {spares} spare{'' if spares == 1 else 's'}"
-        axes.text(0, place - 0.29, name, fontsize=10, fontweight="bold", color=_INK, va="bottom")
+        axes.text(0, place - 0.29, name, fontsize=10, fontweight="bold", color=INK, va="bottom")
         lost_s = begin * sweep.chosen.scenario.wall_s
         axes.text(
             1.02 * begin,
             place,
             f"{percent(begin)} lost\n{format_duration(lost_s)}",
             fontsize=9,
-            color=_INK,
+            color=INK,
             va="center",
         )
     axes.set_xlim(0, 1.22 * longest)
@@ -151,19 +151,8 @@ def _draw_losses(axes: Any, sweeps: Sequence[SpareSweep]) -> None:
     for number, row in enumerate(used):
         height = len(sweeps) - 0.28 + 0.16 * number
         axes.barh(height, 0.028 * longest, height=0.09, color=_ROWS[row])
-        axes.text(0.045 * longest, height, ROW_WORDS[row], fontsize=9, color=_INK, va="center")
+        axes.text(0.045 * longest, height, ROW_WORDS[row], fontsize=9, color=INK, va="center")
     axes.set_yticks([])
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    _style_axes(axes, "where the lost time goes, as a share of workers times wall time")
+    style_axes(axes, "where the lost time goes, as a share of workers times wall time")
     axes.grid(False, axis="y")
-
-
-def _style_axes(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=_INK, pad=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color("#c3cbd4")
-    axes.grid(True, which="major", color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_QUIET, labelsize=8.5, length=3)
