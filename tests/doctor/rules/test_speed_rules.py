@@ -73,6 +73,15 @@ CASES = {
         0.5,
         "sync.bucket_mib=25.0",
     ),
+    "buckets that backward is slow to start": Case(
+        "small-collectives",
+        _slow(
+            *even({"data.all_reduce": 0.04, "backward": 0.12}),
+            started={"bucket_mib": 0.01, "num_trainable": 1_000_000},
+        ),
+        0.5,
+        "sync.bucket_mib=25.0",
+    ),
     "straggler": Case("straggler", _slow({"forward": 0.13}, {"vote": 0.102}), 0.5, 'elastic.stragglers="evict"'),
     "uneven": Case("uneven-batches", _alternating({"forward": 0.13}), 0.333),
     "recompute": Case(
@@ -95,6 +104,16 @@ CASES = {
         ),
         8 * 0.003 / 0.1 * 7 / 8,
         "train.micro_batch=32",
+    ),
+    "small micro-batch, of unknown FLOPs": Case(
+        "small-micro-batch",
+        _slow(
+            {},
+            done={"memory_bytes": 1 << 30},
+            started={"device_memory_bytes": 64 << 30, "micro_batch": 1},
+        ),
+        0.9 * 7 / 8,
+        "train.micro_batch=8",
     ),
     "no compile, of a known speed": Case(
         "no-compile",
