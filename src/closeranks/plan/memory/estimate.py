@@ -1,0 +1,213 @@
+"""Does it fit? The memory of the fullest rank of a choice, part by part, and the verdict.
+
+Invariants: the parts add up to the total; "fits" leaves the stated margin free, "does not fit" misses by more than it,
+and everything between is "borderline".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from closeranks.facts.cluster import Cluster
+from closeranks.facts.layout import Layout
+from closeranks.facts.memory.state_bytes import NamedBytes
+from closeranks.facts.pipeline.stages import V_SHAPED
+from closeranks.plan.memory.conventions import LEAN_12, MIXED_16, OWN, StateConvention, convention_of
+from closeranks.plan.memory.in_flight import head_in_flight, in_flight
+from closeranks.plan.memory.model_sizes import RankParams, sizes_of
+from closeranks.plan.memory.saved_activations import SavedActivations, activation_key, saved_activations
+from closeranks.plan.memory.states import StateBytes, state_bytes
+from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
+from closeranks.plan.step_time.workload import PlanChoice, Workload
+
+Verdict = Literal["fits", "borderline", "does not fit"]
+
+MARGIN = 0.05
+"""Of the estimate: how far from the device's memory a verdict stays."""
+_MIB = 1 << 20
+_CONTEXT_BYTES = 600 * _MIB
+"""What the driver, the kernels' code and the libraries' handles take before the first tensor."""
+_WORKSPACE_BYTES = 96 * _MIB
+_COMMUNICATOR_BYTES = 160 * _MIB
+"""Channels of one NCCL communicator; one for each axis in use."""
+_RESERVE = 0.03
+"""Of what is allocated and freed within a step: what the caching allocator cannot reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """The fullest rank, in bytes."""
+
+    parts: tuple[NamedBytes, ...]
+    capacity_bytes: int
+    convention: str
+    pipeline_rank: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak of what tensors hold, as ``torch.cuda.max_memory_allocated`` counts."""
+        return sum(part.num_bytes for part in self.parts if part.name not in _OUTSIDE)
+
+    @property
+    def margin_bytes(self) -> int:
+        return round(MARGIN * self.total_bytes)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.total_bytes + self.margin_bytes <= self.capacity_bytes:
+            return "fits"
+        return "borderline" if self.total_bytes - self.margin_bytes <= self.capacity_bytes else "does not fit"
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much it is too large, without any margin; 0 where it is not."""
+        return max(0, self.total_bytes - self.capacity_bytes)
+
+    def part(self, name: str) -> int:
+        return next((part.num_bytes for part in self.parts if part.name == name), 0)
+
+
+_OUTSIDE = frozenset({"allocator reserve", "device context and libraries"})
+
+
+def memory_estimate(
+    workload: Workload, choice: PlanChoice, cluster: Cluster, convention: StateConvention | None = None
+) -> MemoryEstimate:
+    return MemoryEstimator(workload, cluster).estimate(choice, convention)
+
+
+def side_by_side(workload: Workload, choice: PlanChoice, cluster: Cluster) -> tuple[MemoryEstimate, MemoryEstimate]:
+    """The same choice with 16 bytes of state per parameter, and with 12."""
+    estimator = MemoryEstimator(workload, cluster)
+    return estimator.estimate(choice, MIXED_16), estimator.estimate(choice, LEAN_12)
+
+
+class MemoryEstimator:
+    """Estimates many choices for one workload; what they share is computed once."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self._workload, self._cluster = workload, cluster
+        self._sizes = sizes_of(workload.shape)
+        self._num_blocks = workload.shape.num_layers
+        self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
+        self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}
+        self._saved: dict[Hashable, SavedActivations] = {}
+
+    def estimate(self, choice: PlanChoice, convention: StateConvention | None = None) -> MemoryEstimate:
+        found = convention or convention_of(choice.software)
+        ranks = [self._rank_parts(choice, found, rank, load) for rank, load in self._ranks(choice)]
+        fullest = max(ranks, key=lambda one: sum(part.num_bytes for part in one[1]))
+        return MemoryEstimate(
+            tuple(part for part in fullest[1] if part.num_bytes),
+            self._cluster.device.memory_bytes,
+            found.name,
+            fullest[0],
+        )
+
+    def _rank_parts(
+        self, choice: PlanChoice, convention: StateConvention, rank: int, load: RankLoad
+    ) -> tuple[int, list[NamedBytes]]:
+        layout, num_micro = choice.layout, choice.num_micro(self._workload.global_batch)
+        params, state = self._state_of(choice, convention, load, num_micro > 1)
+        activations = self._activations(choice, convention, rank, load, params)
+        # In a step of one micro-batch gradients appear as activations are freed: never both in full.
+        held = sum(part.num_bytes for part in activations)
+        is_late = num_micro == 1 and not convention.has_early_gradients
+        never_held = min(state.gradients, held) if is_late else 0.0
+        parts = [
+            NamedBytes("weights", round(state.weights)),
+            NamedBytes("gradients", round(state.gradients - never_held)),
+            NamedBytes("optimizer", round(state.optimizer)),
+            *state.buffers,
+            *activations,
+        ]
+        return rank, [*parts, *self._outside(layout, state, held)]
+
+    def _activations(
+        self, choice: PlanChoice, convention: StateConvention, rank: int, load: RankLoad, params: RankParams
+    ) -> list[NamedBytes]:
+        layout, saved = choice.layout, self._saved_of(choice)
+        num_micro = choice.num_micro(self._workload.global_batch)
+        count = in_flight(layout, rank, num_micro, choice.stages_per_rank)
+        if layout.pipeline > 1 and layout.schedule in V_SHAPED and rank == 0:
+            # Nearly all that it holds is of its first stage, which has more blocks than the last stage of the model.
+            per_stage = -(-self._num_blocks // layout.num_stages)
+            count *= max(1.0, choice.stages_per_rank * per_stage / max(load.num_blocks, 1))
+        heads = head_in_flight(layout, num_micro) * load.num_heads
+        ends = count * load.num_embeddings * saved.embedding + heads * saved.head
+        logits = saved.logits if load.num_heads else 0.0
+        again = saved.working if load.num_blocks else 0.0
+        borders = 2 * choice.stages_per_rank - load.num_embeddings - load.num_heads if layout.pipeline > 1 else 0
+        casts = 0.0
+        if convention is OWN and choice.precision != "fp32":
+            in_blocks = params.matrices + params.experts if choice.recompute == "none" else 0.0
+            casts = 2 * (count * in_blocks + heads * params.head)
+        return [
+            NamedBytes("activations of blocks", round(count * load.num_blocks * saved.block)),
+            NamedBytes("activations of embedding, head and loss", round(ends)),
+            # Blocks are computed again after the logits are freed: only the larger of the two counts.
+            NamedBytes("logits and their gradient", round(logits) if logits >= again else 0),
+            NamedBytes("one block computed again", round(again) if again > logits else 0),
+            NamedBytes("weights cast for products", round(casts)),
+            NamedBytes(
+                "hidden states at the ends of stages", round(count / choice.stages_per_rank * borders * saved.hidden)
+            ),
+        ]
+
+    def _outside(self, layout: Layout, state: StateBytes, activation_bytes: float) -> Sequence[NamedBytes]:
+        if self._cluster.device.kind == "cpu":
+            return ()
+        moving = activation_bytes + sum(buffer.num_bytes for buffer in state.buffers)
+        axes = sum(size > 1 for size in (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert))
+        libraries = _CONTEXT_BYTES + _WORKSPACE_BYTES + axes * _COMMUNICATOR_BYTES
+        return (
+            NamedBytes("allocator reserve", round(_RESERVE * moving)),
+            NamedBytes("device context and libraries", libraries),
+        )
+
+    def _state_of(
+        self, choice: PlanChoice, convention: StateConvention, load: RankLoad, is_many: bool
+    ) -> tuple[RankParams, StateBytes]:
+        layout = choice.layout
+        key = (layout, load, is_many, convention.name, choice.optimizer, choice.offload)
+        if key not in self._states:
+            params = self._sizes.of_rank(load, layout.tensor, layout.expert)
+            state = state_bytes(
+                params, layout, convention, num_micro=1 + is_many, optimizer=choice.optimizer, offload=choice.offload
+            )
+            self._states[key] = params, state
+        return self._states[key]
+
+    def _saved_of(self, choice: PlanChoice) -> SavedActivations:
+        key = activation_key(choice)
+        if key not in self._saved:
+            self._saved[key] = saved_activations(self._workload, choice)
+        return self._saved[key]
+
+    def _ranks(self, choice: PlanChoice) -> tuple[tuple[int, RankLoad], ...]:
+        """Of ranks with the same load the first: it holds the most micro-batches."""
+        layout = choice.layout
+        key = (layout.pipeline, choice.stages_per_rank, layout.schedule, choice.software)
+        if key not in self._loads:
+            first: dict[RankLoad, int] = {}
+            for rank, load in enumerate(self._all_loads(choice)):
+                first.setdefault(load, rank)
+            self._loads[key] = tuple((rank, load) for load, rank in first.items())
+        return self._loads[key]
+
+    def _all_loads(self, choice: PlanChoice) -> Sequence[RankLoad]:
+        layout = choice.layout
+        return rank_loads(
+            self._workload.shape,
+            self._workload.seq_len,
+            layout.pipeline,
+            choice.stages_per_rank,
+            layout.schedule,
+            is_balanced=choice.software == "closeranks",
+        )

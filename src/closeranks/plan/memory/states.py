@@ -1,0 +1,118 @@
+"""What of the model's state does a rank hold? Weights, gradients, optimizer, and the buffers that ZeRO needs.
+
+Closed forms, for searches over many layouts. Invariant: for a run of this package they are the bytes that
+``facts.memory.memory_per_rank`` counts weight by weight, but for the padding of buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from closeranks.facts.layout import Layout
+from closeranks.facts.memory.state_bytes import NamedBytes
+from closeranks.plan.memory.conventions import OWN, StateConvention
+from closeranks.plan.memory.model_sizes import RankParams
+
+_BUCKET_BYTES = 25 * 2**20
+_MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: tuple[NamedBytes, ...]
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + sum(buffer.num_bytes for buffer in self.buffers)
+
+
+def num_shards(layout: Layout) -> int:
+    """Ranks over which ZeRO divides a state. Ranks of the context axis hold the same weights, as data ranks do."""
+    return (layout.shard or layout.data) * layout.context if layout.zero else 1
+
+
+def state_bytes(
+    params: RankParams,
+    layout: Layout,
+    convention: StateConvention,
+    *,
+    num_micro: int,
+    optimizer: str = "adamw",
+    offload: bool = False,
+) -> StateBytes:
+    shards = num_shards(layout)
+    # Experts are held by every ``expert``-th data rank only, and divided over those.
+    expert_shards = max(1, shards // layout.expert)
+
+    def held(bytes_each: float, from_stage: int) -> float:
+        """Divided from this ZeRO stage on."""
+        if layout.zero < from_stage:
+            return bytes_each * params.total
+        return bytes_each * (params.dense / shards + params.experts / expert_shards)
+
+    kept = convention.master + convention.moments * _MOMENTS.get(optimizer, 2) / 2
+    gradients_from = 3 if layout.zero == 2 and _holds_whole_step(layout) and convention is not OWN else 2
+    buffers = _own_buffers(params, layout, num_micro) if convention is OWN else _buffers(params, layout, convention)
+    return StateBytes(
+        weights=held(convention.weight, 3),
+        gradients=held(convention.gradient, gradients_from),
+        optimizer=0.0 if offload else held(kept, 1),
+        buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
+    )
+
+
+def _holds_whole_step(layout: Layout) -> bool:
+    """A pipeline runs a stage once per micro-batch: gathering and reducing every time would cost too much."""
+    return layout.pipeline > 1
+
+
+def _own_buffers(params: RankParams, layout: Layout, num_micro: int) -> list[NamedBytes]:
+    whole, shards = 4 * params.total, num_shards(layout)
+    bucket = max(_BUCKET_BYTES, 4 * params.largest)
+    if layout.zero == 0:
+        earlier = whole if layout.data > 1 and num_micro > 1 else 0
+        return [_named("gradients of earlier micro-batches", earlier)]
+    if layout.zero == 3:
+        return _own_gathered(params, layout)
+    if layout.zero == 1:
+        return [_named("slices of summed gradients", whole / shards), _named("bucket that is being filled", bucket)]
+    if _holds_whole_step(layout):
+        return [_named("gradients until summed", whole), _named("bucket that is being filled", bucket)]
+    small = max(_BUCKET_BYTES, 4 * params.largest_block_matrix)
+    # From one micro-batch to the next, the first bucket (embedding) follows the last (head): both can be the largest.
+    pair = bucket + (bucket if num_micro > 1 else small)
+    return [
+        _named("gradients in flight", min(whole, pair + small)),
+        _named("slices arriving", min(whole, pair) / shards),
+    ]
+
+
+def _own_gathered(params: RankParams, layout: Layout) -> list[NamedBytes]:
+    if _holds_whole_step(layout):
+        whole = 4 * params.total
+        return [_named("gathered weights of the stage", whole), _named("whole gradients until reduced", whole)]
+    kept, largest = params.ends + params.block, max(params.ends, params.block)
+    return [
+        _named("gathered weights", 4 * min(params.total, kept + 2 * params.block)),
+        _named("gradients of a unit, and of one in flight", 8 * largest),
+    ]
+
+
+def _buffers(params: RankParams, layout: Layout, convention: StateConvention) -> list[NamedBytes]:
+    if layout.zero == 3:
+        # Of blocks the one at work and the next; what is not a block stays gathered from forward to backward.
+        gathered = min(params.total, params.ends + 2 * params.block)
+        return [
+            _named("gathered weights", convention.gathered * gathered),
+            _named("gradients of a unit", 4 * max(params.ends, params.block)),
+        ]
+    if layout.zero == 2:
+        return [_named("gradients in flight", min(params.total, 5e8) * convention.gradient)]
+    return []
+
+
+def _named(name: str, num_bytes: float) -> NamedBytes:
+    return NamedBytes(name, round(num_bytes))

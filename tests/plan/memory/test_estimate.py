@@ -1,0 +1,142 @@
+"""The closed form of memory: equal to what layouts count weight by weight, and to peaks measured on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from closeranks.facts.cluster import parse_cluster
+from closeranks.facts.layout import Layout, LayoutConstraints
+from closeranks.facts.memory.activations import ActivationSettings
+from closeranks.facts.memory.memory_per_rank import CostSettings
+from closeranks.facts.pipeline.occupancy import pipeline_occupancy
+from closeranks.facts.shapes.llama import PRESETS, llama_structure
+from closeranks.facts.shapes.transformer import TransformerShape, from_llama, num_params
+from closeranks.plan.layouts import LayoutCostModel, PlanningJob
+from closeranks.plan.memory.conventions import CONVENTIONS, LEAN_12, MIXED_16, find_convention
+from closeranks.plan.memory.estimate import MARGIN, MemoryEstimate, memory_estimate, side_by_side
+from closeranks.plan.memory.in_flight import in_flight
+from closeranks.plan.step_time.workload import PlanChoice, Recompute, Workload
+from closeranks.run.job.describe import ReducerBucketPlanner
+from closeranks.sync.config import SyncConfig
+
+GIB = 2**30
+EXPERTS = TransformerShape(
+    8, 1024, 16, 4, 64, 4096, 32_000, num_experts=16, experts_per_token=2, expert_ffn_dim=512, num_dense_layers=2
+)
+
+
+def estimate(preset: str, text: str, num_samples: int = 64, **choice: object) -> MemoryEstimate:
+    layout = Layout.parse(text)
+    workload = Workload(from_llama(PRESETS[preset]), 4096, num_samples)
+    one = replace(PlanChoice(layout), **choice)  # type: ignore[arg-type]
+    return memory_estimate(workload, one, parse_cluster(f"{layout.num_ranks}xh100"))
+
+
+@pytest.mark.parametrize("num_samples", [64, 512])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data=64",
+        "data=64 zero=1",
+        "data=64 zero=2",
+        "data=64 zero=3",
+        "data=64 zero=3 shard=8",
+        "data=8 tensor=8 zero=1",
+        "data=4 tensor=4 pipeline=4",
+        "data=4 tensor=4 pipeline=4 zero=1",
+        "data=4 tensor=4 pipeline=4 zero=2",
+        "data=4 tensor=4 pipeline=4 zero=3",
+        "data=8 tensor=4 pipeline=2 zero=1 schedule=interleaved-1f1b",
+        "data=8 tensor=2 pipeline=4 zero=1 schedule=gpipe",
+        "data=8 tensor=2 pipeline=4 zero=1 schedule=zbv",
+    ],
+)
+def test_it_is_what_layouts_count_weight_by_weight(text: str, recompute: Recompute, num_samples: int) -> None:
+    shape, layout = PRESETS["8b"], Layout.parse(text)
+    job = PlanningJob(
+        llama_structure(shape, 4096),
+        LayoutConstraints(num_samples, 1, shape.num_heads, shape.num_kv_heads, shape.num_layers, seq_len=4096),
+        CostSettings(precision="bf16", buckets=ReducerBucketPlanner(SyncConfig())),
+        shape,
+        ActivationSettings(4096, "bf16", recompute=recompute, is_compiled=True),
+    )
+    counted = LayoutCostModel(job).cost(layout).fullest.total_bytes
+    found = estimate("8b", text, num_samples, recompute=recompute)
+    assert found.allocated_bytes == pytest.approx(counted, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "recompute", "compiled", "peak_gib"),
+    [
+        ("1b", 8, "none", True, 69.15),
+        ("1b", 8, "selective", True, 55.27),
+        ("1b", 8, "full", True, 32.21),
+        ("3b", 4, "none", True, 88.46),
+        ("3b", 4, "selective", True, 70.95),
+        ("3b", 4, "full", True, 49.74),
+        ("1b", 4, "none", False, 68.51),
+        ("1b", 4, "selective", False, 51.63),
+        ("1b", 4, "full", False, 39.10),
+    ],
+)
+def test_peaks_measured_on_an_h200(preset: str, batch: int, recompute: str, compiled: bool, peak_gib: float) -> None:
+    """The peaks of docs/layouts.md."""
+    found = estimate(preset, "data=1", batch, micro_batch=batch, recompute=recompute, compiled=compiled)
+    assert found.allocated_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
+)
+@pytest.mark.parametrize("num_micro", [4, 8, 32])
+def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: str, num_micro: int) -> None:
+    layout = Layout(pipeline=4, schedule=schedule)
+    per_rank = layout.num_stages // 4
+    for rank, held in enumerate(pipeline_occupancy(4, schedule, num_micro).in_flight):
+        assert in_flight(layout, rank, num_micro, per_rank) * per_rank == sum(held.values())
+
+
+def test_conventions_keep_what_their_names_say() -> None:
+    shape = from_llama(PRESETS["70b"])
+    workload, choice = Workload(shape, 4096, 64), PlanChoice(Layout(), micro_batch=1, recompute="full")
+    for convention, total in ((MIXED_16, 16), (LEAN_12, 12)):
+        found = memory_estimate(workload, choice, parse_cluster("h100"), convention)
+        state = sum(found.part(name) for name in ("weights", "gradients", "optimizer"))
+        assert state == pytest.approx(total * num_params(shape), rel=1e-6)
+    sixteen, twelve = side_by_side(workload, choice, parse_cluster("h100"))
+    assert sixteen.total_bytes - twelve.total_bytes == pytest.approx(4 * num_params(shape), rel=1e-6)
+    assert {find_convention(name).name for name in CONVENTIONS} == set(CONVENTIONS)
+
+
+def test_the_verdict_leaves_its_margin() -> None:
+    found = estimate("8b", "data=8 zero=3")
+    for capacity, verdict in (
+        (found.total_bytes * (1 + MARGIN) + 1, "fits"),
+        (found.total_bytes * (1 + MARGIN / 2), "borderline"),
+        (found.total_bytes * (1 - MARGIN / 2), "borderline"),
+        (found.total_bytes * (1 - MARGIN) - 1, "does not fit"),
+    ):
+        one = replace(found, capacity_bytes=int(capacity))
+        assert one.verdict == verdict
+        assert one.missing_bytes == max(0, found.total_bytes - int(capacity))
+
+
+def test_experts_context_and_offload_each_divide_what_they_should() -> None:
+    workload, cluster = Workload(EXPERTS, 4096, 64), parse_cluster("8xh100")
+
+    def found(choice: PlanChoice) -> MemoryEstimate:
+        return memory_estimate(workload, choice, cluster, MIXED_16)
+
+    plain = found(PlanChoice(Layout(8)))
+    spread = found(PlanChoice(Layout(8, expert=8)))
+    experts = EXPERTS.num_expert_layers * EXPERTS.num_experts * EXPERTS.expert_params
+    assert plain.part("weights") - spread.part("weights") == pytest.approx(2 * experts * 7 / 8, rel=1e-6)
+    sharded = found(PlanChoice(Layout(8, zero=1)))
+    assert found(PlanChoice(Layout(8, zero=1, expert=8))).part("optimizer") == sharded.part("optimizer")
+    assert found(PlanChoice(Layout(8), offload=True)).part("optimizer") == 0
+    name = "activations of blocks"
+    assert found(PlanChoice(Layout(2, context=4))).part(name) == pytest.approx(plain.part(name) / 4, rel=1e-6)
+    assert found(PlanChoice(Layout(8), fused_attention=False)).part(name) > plain.part(name)
