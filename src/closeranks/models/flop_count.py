@@ -90,14 +90,20 @@ def count_flops(
     operation of the model. ``keeps_streams``: restore the random streams of Python and numpy, too."""
     counter = FlopCounterMode(display=False)
     try:
-        with _settings_kept(device, keeps_streams), _guarded(dataless.originals), dataless.mode, _Refusing(), counter:
+        with (
+            dataless_settings(device, keeps_streams=keeps_streams),
+            guarded(dataless.originals),
+            dataless.mode,
+            _Refusing(),
+            counter,
+        ):
             total = compute_loss(dataless.module, batch).total
             _check_leaves(total)
             total.backward()
     except NotCountable:
         raise
     except Exception as error:  # anything may fail without data; the step itself shows real errors
-        raise NotCountable(_reason(error)) from error
+        raise NotCountable(reason(error)) from error
     finally:
         dataless.module.zero_grad(set_to_none=True)
     if not (flops := counter.get_total_flops()):
@@ -119,7 +125,9 @@ class _Refusing(TorchDispatchMode):
 
 
 @contextmanager
-def _guarded(originals: frozenset[int]) -> Iterator[None]:
+def guarded(originals: frozenset[int]) -> Iterator[None]:
+    """Refuses a call of the module that was copied."""
+
     def refuse(module: nn.Module, _: Any) -> None:
         if id(module) in originals:
             raise NotCountable(_OUTSIDE)
@@ -161,7 +169,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _settings_kept(device: torch.device, keeps_streams: bool) -> Iterator[None]:
+def dataless_settings(device: torch.device, *, keeps_streams: bool, fuses_attention: bool = False) -> Iterator[None]:
     """Every product is an operation of its own meanwhile: fused attention and RNNs are not all counted."""
     with ExitStack() as stack:
         if keeps_streams:
@@ -170,13 +178,15 @@ def _settings_kept(device: torch.device, keeps_streams: bool) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if not fuses_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why running without data failed, for people."""
     while error.__cause__ is not None:
         error = error.__cause__
     frame = user_frame(error)

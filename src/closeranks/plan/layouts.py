@@ -30,6 +30,7 @@ from closeranks.facts.mesh import Mesh
 from closeranks.facts.pipeline.occupancy import PipelineOccupancy, layout_occupancy
 from closeranks.facts.shapes.llama import LlamaShape
 from closeranks.facts.shapes.model_structure import ModelStructure, ModelUnit, distinct_parameters
+from closeranks.facts.shapes.module_trace import ModuleTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class PlanningJob:
     """If the model is a Llama: its activations and its traffic on the tensor and pipeline axes are known."""
     activation_settings: ActivationSettings | None = None
     """Of one micro-batch, before any axis splits it."""
+    trace: ModuleTrace | None = None
+    """Of a user's own module, where it was asked for."""
 
     def num_micro(self, layout: Layout) -> int:
         """Micro-batches of a step on the data rank that has the most."""

@@ -27,29 +27,31 @@ if TYPE_CHECKING:
     from torch import nn
 
     from closeranks.core.protocols import ModelSpec
+    from closeranks.facts.shapes.module_trace import ModuleTrace
     from closeranks.models.config import LlamaConfig
 
 ALIGN_BYTES = 64
 """As ``sync.reducers.sharded``, which imports torch, aligns the members of its buckets."""
 
 
-def describe_job(job: Job) -> PlanningJob:
-    """The job without its layout, as ``plan`` takes it."""
-    found = _describe(job)
+def describe_job(job: Job, *, traces: bool = False) -> PlanningJob:
+    """The job without its layout, as ``plan`` takes it. ``traces``: run a user's own module on tensors without data, in
+    seconds, to see what a sample costs; one of the job's samples is read."""
+    found = _describe(job, traces)
     return replace(
         found, cost_settings=replace(found.cost_settings, num_trained=len(distinct_parameters(found.structure.units)))
     )
 
 
-def _describe(job: Job) -> PlanningJob:
+def _describe(job: Job, traces: bool) -> PlanningJob:
     needs = layout_constraints(job, micro_batch_size(job))
     if is_import_path(job.model.name):
         spec, module = _built_on_meta(job)
         if spec.pipeline_spec is not None:  # the table may use patterns: the number of layers is known only now
             needs = replace(needs, num_layers=len(spec.pipeline_spec.units))
-        return PlanningJob(
-            _structure_of(spec, module), needs, _cost_settings(job, len(spec.metrics), _num_statistics(module))
-        )
+        structure = _structure_of(spec, module)
+        settings = _cost_settings(job, len(spec.metrics), _num_statistics(module))
+        return PlanningJob(structure, needs, settings, trace=_trace(job, spec, module, structure) if traces else None)
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
@@ -117,6 +119,12 @@ def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
     except ModelError as error:
         what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
         raise ModelError(what, "Let the factory make its tensors without reading their values.") from error
+
+
+def _trace(job: Job, spec: ModelSpec, module: nn.Module, structure: ModelStructure) -> ModuleTrace:
+    from closeranks.run.job.trace import trace_job
+
+    return trace_job(job, spec, module, [unit.name for unit in structure.units if unit.name])
 
 
 def _num_statistics(module: nn.Module) -> int:
