@@ -9,7 +9,7 @@ does. Invariant: a group of one rank takes no time, and no collective is faster 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.device_table import FabricLink
@@ -64,6 +64,11 @@ class GroupLinks:
 def group_links(group: AxisGroup, cluster: Cluster) -> GroupLinks:
     link = cluster.inter_host or cluster.intra_host
     return GroupLinks(group, cluster.intra_host, link.latency_s, cluster.inter_host_bytes_per_s)
+
+
+def over_one_card(links: GroupLinks) -> GroupLinks:
+    """The links of a library whose ring leaves each host over one card, however many ranks of the group are on it."""
+    return replace(links, group=replace(links.group, per_host=1)) if links.group.num_hosts > 1 else links
 
 
 def gather_seconds(num_bytes: float, links: GroupLinks) -> float:

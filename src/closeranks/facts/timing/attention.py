@@ -22,14 +22,10 @@ class AttentionModel:
 
     small_heads: float = 0.85
     """Speed of a fused kernel with heads of 64 relative to heads of 128."""
-    odd_heads: float = 0.7
-    """Speed of unfused products with heads whose size is not a multiple of 8."""
-    unfused_forward_bytes: float = 13.0
-    """Moved per score in 16 bits: written by the product, read and written by scale, mask and softmax, and by dropout
-    with its mask, read by the second product."""
-    unfused_backward_bytes: float = 18.0
-    unfused_products: float = 0.75
-    """Speed of the batched products relative to one large product."""
+    unfused_forward_bytes: float = 8.0
+    """Moved per score in 16 bits between the products: read and written by scale, mask and softmax in one kernel, which
+    skips much of the masked half, and by dropout with its mask."""
+    unfused_backward_bytes: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +65,15 @@ def fused_attention_seconds(
 def unfused_attention_seconds(
     shape: AttentionShape, device: Device, precision: str, model: AttentionModel, products: ProductModel
 ) -> ForwardBackward:
-    """Two batched products forward, four backward, and the scores of all pairs moved through memory."""
+    """Two batched products forward, four backward, and the scores of all pairs moved through memory between them."""
     precision = "bf16" if precision == "fp8" else precision
     width = 4 if precision in ("fp32", "tf32") else 2
     count = shape.batch * shape.num_heads
-    scores = product_seconds(shape.num_queries, shape.num_keys, shape.head_dim, device, precision, products)
-    values = product_seconds(shape.num_queries, shape.head_dim, shape.num_keys, device, precision, products)
-    # One launch covers all heads, and their tiles fill the waves together: the launches of single heads do not count.
-    pair = count * (scores + values - 2 * products.launch_s) / model.unfused_products
-    pair = pair if shape.head_dim % 8 == 0 else pair / model.odd_heads
-    cells = float(count) * shape.num_queries * shape.num_keys * width / 2
+    queries, keys, size = shape.num_queries, shape.num_keys, shape.head_dim
+    scores = product_seconds(queries, keys, size, device, precision, products, count)
+    values = product_seconds(queries, size, keys, device, precision, products, count)
+    cells = float(count) * queries * keys * width / 2
     return ForwardBackward(
-        pair + cells * model.unfused_forward_bytes / device.memory_bytes_per_s,
-        2 * pair + cells * model.unfused_backward_bytes / device.memory_bytes_per_s,
+        scores + values + cells * model.unfused_forward_bytes / device.memory_bytes_per_s,
+        2 * (scores + values) + cells * model.unfused_backward_bytes / device.memory_bytes_per_s,
     )

@@ -20,8 +20,6 @@ class MemoryModel:
     """Share of the memory bandwidth that a large element-wise kernel reaches."""
     backward: float = 1.7
     """Bytes of the backward of these operations relative to their forward."""
-    eager: float = 2.5
-    """Passes that unfused kernels make, relative to fused ones."""
 
 
 def moved_seconds(num_bytes: float, device: Device, model: MemoryModel) -> float:

@@ -36,24 +36,27 @@ class ProductModel:
     """Least time of a kernel."""
 
 
-def product_seconds(m: int, n: int, k: int, device: Device, precision: str, model: ProductModel) -> float:
-    """Of ``[m, k] @ [k, n]``."""
+def product_seconds(
+    m: int, n: int, k: int, device: Device, precision: str, model: ProductModel, count: int = 1
+) -> float:
+    """Of ``[m, k] @ [k, n]``, for a batch of ``count`` of them in one kernel."""
     if device.kind == "cpu":
-        return 2.0 * m * n * k / device.reachable(precision)
-    reachable = device.reachable(precision)
+        return 2.0 * count * m * n * k / device.reachable(precision)
     width = _ELEMENT_BYTES.get(precision, 2)
-    seconds = 2.0 * _tiled_cells(m, n, device.num_units, model) * (k + model.half_k) / reachable
+    seconds = (
+        2.0 * _tiled_cells(m, n, count, device.num_units, model) * (k + model.half_k) / device.reachable(precision)
+    )
     seconds /= _alignment(n, k, width, model)
-    moved = (m * k + k * n + m * n) * max(width, 2) / device.memory_bytes_per_s
+    moved = float(count) * (m * k + k * n + m * n) * max(width, 2) / device.memory_bytes_per_s
     return max(seconds, moved) + model.launch_s
 
 
-def _tiled_cells(m: int, n: int, units: int, model: ProductModel) -> float:
+def _tiled_cells(m: int, n: int, count: int, units: int, model: ProductModel) -> float:
     """Cells of the result with those that are computed for nothing, and the slowness of small tiles, for the best
     tile."""
     best = float("inf")
     for rows, columns in _TILES:
-        tiles = -(-m // rows) * -(-n // columns)
+        tiles = count * -(-m // rows) * -(-n // columns)
         idle = -(-tiles // units) * units - tiles
         size = rows * columns
         speed = 1.0 if size == 32768 else model.small_tile if size == 16384 else model.small_tile**2.5

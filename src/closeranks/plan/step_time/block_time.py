@@ -29,8 +29,8 @@ class BlockTime:
     products: ForwardBackward
     attention: ForwardBackward
     memory: ForwardBackward
-    last_product_s: float = 0.0
-    """Of the forward: a second forward ends before it."""
+    skipped_s: float = 0.0
+    """Of the forward: the last product, before which a second forward ends."""
 
     @property
     def forward(self) -> float:
@@ -44,7 +44,7 @@ class BlockTime:
         """What backward computes again. Selective recompute repeats what is cheap for the memory it frees: unfused
         attention, and with a fused one everything that is neither product nor attention."""
         if kind == "full":
-            return self.forward - self.last_product_s
+            return self.forward - self.skipped_s
         if kind == "selective":
             return self.memory.forward if fused_attention else self.attention.forward
         return 0.0
@@ -82,7 +82,8 @@ class BlockTimer:
         products = ForwardBackward(
             entry.forward + leave.forward + feed.forward, entry.backward + leave.backward + feed.backward
         )
-        return BlockTime(products, self._attention(choice), self._memory(tokens, choice, is_expert), last_s)
+        skipped_s = last_s if self._constants.of(choice.software).stops_recompute else 0.0
+        return BlockTime(products, self._attention(choice), self._memory(tokens, choice, is_expert), skipped_s)
 
     def head(self, choice: PlanChoice) -> BlockTime:
         """The output projection and the loss."""
@@ -135,7 +136,8 @@ class BlockTimer:
         shape = AttentionShape(tokens.batch, heads, self._shape.head_dim, tokens.num_queries, tokens.num_keys)
         args = shape, self._device, choice.precision, self._constants.attention
         if choice.fused_attention:
-            return fused_attention_seconds(*args)
+            best, speed = fused_attention_seconds(*args), self._constants.of(choice.software).attention
+            return ForwardBackward(best.forward / speed, best.backward / speed)
         return unfused_attention_seconds(*args, self._constants.products)
 
     def _memory(self, tokens: int, choice: PlanChoice, is_expert: bool) -> ForwardBackward:
@@ -145,7 +147,7 @@ class BlockTimer:
         )
         if is_expert:  # tokens are permuted to their experts and back, once for each expert they go to
             moved += 4 * shape.experts_per_token * tokens * shape.dim * _width(choice) / choice.layout.tensor
-        forward = self._moved(moved) * (1.0 if choice.compiled else memory.eager)
+        forward = self._moved(moved) * (1.0 if choice.compiled else self._constants.of(choice.software).eager_passes)
         return ForwardBackward(forward, forward * memory.backward)
 
     def _moved(self, num_bytes: float) -> float:

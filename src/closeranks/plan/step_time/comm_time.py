@@ -17,6 +17,7 @@ from closeranks.facts.communication.group_time import (
     axis_group,
     gather_seconds,
     group_links,
+    over_one_card,
     send_seconds,
 )
 from closeranks.facts.layout import Layout
@@ -132,9 +133,10 @@ def data_traffic(num_params: float, block_params: float, groups: LayoutGroups, s
     if layout.zero < 3:
         weights = gather_seconds(num_params * software.weight_bytes, groups.shard)
         return DataTraffic(gather_seconds(summed, groups.shard) + replicas, weights)
+    links = over_one_card(groups.shard) if software.gathers_over_one_card else groups.shard
     return DataTraffic(
         replicas,
         0.0,
-        gather_seconds(block_params * software.gathered_bytes, groups.shard),
-        gather_seconds(block_params * software.gradient_bytes, groups.shard),
+        gather_seconds(block_params * software.gathered_bytes, links),
+        gather_seconds(block_params * software.gradient_bytes, links),
     )

@@ -38,8 +38,18 @@ class Software:
     gathered_bytes: int
     """Of one element, in the gathers of ZeRO 3."""
     overlaps_data: bool
+    overlaps_tensor: float
+    """Share of the communication on the tensor axis that runs beside the products it feeds."""
+    gathers_over_one_card: bool
+    """Whether the gathers of ZeRO 3 leave a host over one network card for each rank's ring, instead of all cards."""
+    attention: float
+    """Speed of its fused attention relative to the fastest kernels of the device."""
     balances_stages: bool
     """Whether stages are cut by cost; else every stage has as many blocks."""
+    stops_recompute: bool
+    """Whether a second forward ends before its last product, whose result nothing reads."""
+    eager_passes: float
+    """Bytes that memory-bound operations move when nothing is compiled, relative to those of fused ones."""
     host_block_s: float
     """Time in which the host launches the forward of one block."""
     host_block_compiled_s: float

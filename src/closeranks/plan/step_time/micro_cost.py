@@ -82,9 +82,14 @@ class MicroCosts:
         end_s = comm_time.tensor_seconds(self._shape, tokens, choice, groups).forward
         return MicroCost(dense, expert, self._timer.head(choice), self._timer.embedding_s(choice), end_s)
 
+    def _exposed_tensor(self, choice: PlanChoice, groups: LayoutGroups, tokens: int) -> ForwardBackward:
+        whole = comm_time.tensor_seconds(self._shape, tokens, choice, groups)
+        exposed = 1 - self._constants.of(choice.software).overlaps_tensor if choice.overlap else 1.0
+        return ForwardBackward(exposed * whole.forward, exposed * whole.backward)
+
     def _block(self, choice: PlanChoice, groups: LayoutGroups, *, is_expert: bool) -> BlockCost:
         time, tokens = self._timer.block(choice, is_expert=is_expert), self._timer.tokens(choice).num_tokens
-        tensor = comm_time.tensor_seconds(self._shape, tokens, choice, groups)
+        tensor = self._exposed_tensor(choice, groups, tokens)
         ring = comm_time.context_seconds(self._shape, tokens, choice, self._cluster)
         overlap = self._constants.overlap if choice.overlap else replace(self._constants.overlap, hidden=0.0)
         context = ForwardBackward(
