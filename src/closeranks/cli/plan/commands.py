@@ -6,12 +6,15 @@ import importlib
 
 import typer
 
-HELP = """Say what to expect of a run before its machines are paid for. Nothing is started, and torch is not imported.
+HELP = """Say what to expect of a run before its machines are paid for.
+
+Nothing is started and torch is not imported, except by calibrate, which measures.
 
 \b
   closeranks plan goodput --devices 1024 --days 30     how much of the time trains, and how many spares pay
+  closeranks plan calibrate job.toml                   measure this machine, for plans that rest on it
 """
-VERBS = ("goodput",)
+VERBS = ("goodput", "calibrate")
 
 plan = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
