@@ -1,0 +1,168 @@
+"""How was a published run trained? Its row as a workload, a choice and a cluster, or the reason why not.
+
+Invariant: nothing here depends on what was measured; what a row does not state is assumed by the rules of this file,
+which docs/plan-validate.md lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from closeranks.core.errors import UserError
+from closeranks.facts.cluster import Cluster
+from closeranks.facts.layout import Layout
+from closeranks.plan.memory.estimate import memory_estimate
+from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute, Workload, choice_problems
+from closeranks.plan.validation.run_cluster import cluster_of_run
+from closeranks.plan.validation.run_model import shape_of
+from closeranks.plan.validation.run_table import PublishedRun, UnusableRun
+
+Kind = Literal["dense 16-bit", "dense fp8", "experts", "other"]
+
+_SHARDED = re.compile(r"fsdp|zero-?3|foundry|torchtitan|litgpt|automodel|fms|axolotl|accelerate", re.IGNORECASE)
+_LARGEST = 100_000
+"""Samples of a micro-batch, ranks and stages: what is beyond is a slip of the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    run: PublishedRun
+    workload: Workload
+    choice: PlanChoice
+    cluster: Cluster
+    measured_s: float
+
+    @property
+    def kind(self) -> Kind:
+        if self.workload.shape.num_experts:
+            return "experts"
+        if self.choice.precision == "fp8":
+            return "dense fp8"
+        return "dense 16-bit" if self.choice.precision in ("bf16", "fp16") else "other"
+
+
+def plan_runs(runs: Iterable[PublishedRun]) -> tuple[list[RunPlan], list[UnusableRun]]:
+    plans: list[RunPlan] = []
+    unusable: list[UnusableRun] = []
+    for run in runs:
+        found = plan_of(run)
+        if isinstance(found, RunPlan):
+            plans.append(found)
+        else:
+            unusable.append(UnusableRun(run.number, run.source, found))
+    return plans, unusable
+
+
+def plan_of(run: PublishedRun) -> RunPlan | str:
+    if reason := next(_missing(run), None):
+        return reason
+    shape, cluster = shape_of(run), cluster_of_run(run)
+    if isinstance(shape, str) or isinstance(cluster, str):
+        return shape if isinstance(shape, str) else cast("str", cluster)
+    layout = _layout(run, cluster)
+    if isinstance(layout, str):
+        return layout
+    try:
+        workload = Workload(shape, run.seq_len or 0, run.global_batch or 0)
+        choice = _choice(run, layout, workload, cluster)
+    except UserError as error:
+        return error.what
+    if problems := choice_problems(workload, choice, cluster.num_devices):
+        return problems[0].what
+    return RunPlan(run, workload, choice, cluster, run.measured_s or 0.0)
+
+
+def _missing(run: PublishedRun) -> Iterator[str]:
+    for name in ("seq_len", "global_batch", "micro_batch"):
+        if getattr(run, name) is None:
+            yield f"{name} is not published"
+    if not run.measured_s:
+        yield "neither a step time nor a throughput is published"
+    if max(run.micro_batch or 0, run.gpu_count // 100, run.interleave_v or 0) > _LARGEST:
+        yield "its numbers are too large"
+    if (run.global_batch or 0) % (run.micro_batch or 1) and (run.micro_batch or 0) > (run.global_batch or 0):
+        yield "the micro-batch is larger than the global batch"
+
+
+def _layout(run: PublishedRun, cluster: Cluster) -> Layout | str:
+    tensor, pipeline, context, expert = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
+    if run.tp is None and run.pp is None and run.dp != run.gpu_count:
+        return "its layout is not published"
+    data, rest = divmod(run.gpu_count, tensor * pipeline * context)
+    if rest or data < 1:
+        return "its axes do not divide its GPUs"
+    if run.dp and run.dp not in (data, data * context):
+        return "its axes do not multiply to its GPUs"
+    zero = run.zero_stage if run.zero_stage is not None else _unstated_zero(run, cluster)
+    if zero not in (0, 1, 2, 3):
+        return "there is no such ZeRO stage"
+    return Layout(data, zero if data > 1 else 0, 0, tensor, pipeline, context, expert)
+
+
+def _unstated_zero(run: PublishedRun, cluster: Cluster) -> int:
+    """Megatron's optimizer is distributed by default on GPUs younger than the A100."""
+    if _SHARDED.search(run.note):
+        return 3
+    has_named = re.search(r"dist-?opt|distributed optimizer|zero-?1", run.note, re.IGNORECASE)
+    return 1 if has_named or not _is_a100_or_older(cluster) else 0
+
+
+def _is_a100_or_older(cluster: Cluster) -> bool:
+    return cluster.device.name.startswith(("A100", "V100"))
+
+
+def _choice(run: PublishedRun, layout: Layout, workload: Workload, cluster: Cluster) -> PlanChoice:
+    software, precision = _software(run, layout), _precision(run, cluster)
+    # On A100 and V100, Megatron's sources and those in fp16 are older than FlashAttention.
+    is_old = _is_a100_or_older(cluster) and (software == "megatron" or precision == "fp16")
+    choice = PlanChoice(
+        layout,
+        run.micro_batch or 1,
+        "none",
+        precision,
+        compiled=software == "megatron" or bool(re.search(r"compile|thunder|deepspeed", run.note, re.IGNORECASE)),
+        virtual_stages=run.interleave_v if run.interleave_v and run.interleave_v > 1 and layout.pipeline > 1 else 0,
+        fused_attention=not is_old or bool(re.search(r"flash", run.note, re.IGNORECASE)),
+        sequence_parallel=_splits_positions(run, is_old),
+        software=software,
+    )
+    return replace(choice, recompute=_recompute(run, choice, workload, cluster))
+
+
+def _software(run: PublishedRun, layout: Layout) -> str:
+    if layout.pipeline > 1 or not (layout.zero == 3 or _SHARDED.search(f"{run.source} {run.note}")):
+        return "megatron"
+    return "fsdp"
+
+
+def _splits_positions(run: PublishedRun, is_old: bool) -> bool:
+    """With selective recompute, which came with it, and everywhere since."""
+    text = run.note.lower()
+    if "no sequence parallel" in text or "no sp" in text:
+        return False
+    return not is_old or "sequence parallel" in text or run.recompute == "selective"
+
+
+def _precision(run: PublishedRun, cluster: Cluster) -> Precision:
+    text = run.precision.lower()
+    if not text and re.search(r"\bfp8\b|float8", run.note, re.IGNORECASE):
+        return "fp8"
+    if "8" in text or "fp4" in text:
+        return "fp8"
+    if text.startswith(("fp32", "float32", "tf32")):
+        return "fp32"
+    if text.startswith(("fp16", "float16")) or (not text and cluster.device.name.startswith("V100")):
+        return "fp16"
+    return "bf16"
+
+
+def _recompute(run: PublishedRun, choice: PlanChoice, workload: Workload, cluster: Cluster) -> Recompute:
+    """As published; else the cheapest that fits the device's memory."""
+    text = run.recompute.lower()
+    if text:
+        return "full" if text.startswith("full") else "selective" if text.startswith("sel") else "none"
+    fits = memory_estimate(workload, choice, cluster).verdict != "does not fit"
+    return "none" if fits else "full"
