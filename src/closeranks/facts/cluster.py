@@ -15,6 +15,7 @@ from typing import Any
 
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.core.system.regular_file import read_text
+from closeranks.facts.calibration import Calibration
 from closeranks.facts.device_table import Device as Device
 from closeranks.facts.device_table import DeviceTable, built_in_devices, load_device_table, parse_device, parse_link
 from closeranks.facts.device_table import FabricLink as FabricLink
@@ -59,6 +60,8 @@ class Cluster:
     """A table of ``facts.failures``, or a file."""
     disk_bytes_per_s: float = 2e9
     """What one host writes durably."""
+    calibration: Calibration | None = None
+    """What was measured of one of its hosts: it counts for more than the datasheet."""
 
     def __post_init__(self) -> None:
         if problems := tuple(_problems(self)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from closeranks.facts.calibration import Calibration
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.device_table import FabricLink
 
@@ -43,6 +44,14 @@ class GroupLinks:
     between_latency_s: float
     between_bytes_per_s: float
     """Of one rank."""
+    calibration: Calibration | None = None
+    """Measured between the ranks of one host."""
+
+    def measured_s(self, operation: str, num_bytes: float) -> float | None:
+        """None for a group of several hosts, and for what was not measured."""
+        if self.calibration is None or self.group.num_hosts > 1:
+            return None
+        return self.calibration.collective_s(operation, self.group.num_ranks, num_bytes)
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -63,7 +72,8 @@ class GroupLinks:
 
 def group_links(group: AxisGroup, cluster: Cluster) -> GroupLinks:
     link = cluster.inter_host or cluster.intra_host
-    return GroupLinks(group, cluster.intra_host, link.latency_s, cluster.inter_host_bytes_per_s)
+    between = (link.latency_s, cluster.inter_host_bytes_per_s)
+    return GroupLinks(group, cluster.intra_host, *between, calibration=cluster.calibration)
 
 
 def over_one_card(links: GroupLinks) -> GroupLinks:
@@ -76,6 +86,8 @@ def gather_seconds(num_bytes: float, links: GroupLinks) -> float:
     ranks, hosts, per_host = links.group.num_ranks, links.group.num_hosts, links.group.per_host
     if ranks == 1 or num_bytes <= 0:
         return 0.0
+    if (measured := links.measured_s("all-gather", num_bytes)) is not None:
+        return measured
     ring = links.ring_latency_s + (ranks - 1) / ranks * num_bytes / links.bus_bytes_per_s
     if hosts == 1 or per_host == 1:
         return ring
@@ -89,6 +101,8 @@ def all_reduce_seconds(num_bytes: float, links: GroupLinks) -> float:
     ranks = links.group.num_ranks
     if ranks == 1 or num_bytes <= 0:
         return 0.0
+    if (measured := links.measured_s("all-reduce", num_bytes)) is not None:
+        return measured
     hop = links.between_latency_s if links.group.num_hosts > 1 else links.inside.latency_s
     tree = 2 * math.log2(ranks) * hop + 2 * num_bytes / links.bus_bytes_per_s
     return min(2 * gather_seconds(num_bytes, links), tree)
@@ -107,5 +121,7 @@ def all_to_all_seconds(num_bytes: float, links: GroupLinks) -> float:
 def send_seconds(num_bytes: float, stride: int, cluster: Cluster) -> float:
     """A message to the rank ``stride`` further; the slowest of the ranks that send at once."""
     if stride < cluster.domain_size or cluster.inter_host is None:
+        if cluster.calibration and (measured := cluster.calibration.collective_s("send", 2, num_bytes)) is not None:
+            return measured
         return cluster.intra_host.latency_s + num_bytes / cluster.intra_host.effective_bytes_per_s
     return cluster.inter_host.latency_s + num_bytes / cluster.inter_host_bytes_per_s

@@ -19,6 +19,7 @@ from closeranks.facts.timing.attention import (
 from closeranks.facts.timing.memory_bound import block_forward_bytes, head_bytes, moved_seconds
 from closeranks.facts.timing.products import product_seconds
 from closeranks.plan.step_time.constants import Constants
+from closeranks.plan.step_time.measured_times import MeasuredTimes
 from closeranks.plan.step_time.workload import PlanChoice, Recompute
 
 
@@ -66,8 +67,16 @@ class TokenCounts:
 class BlockTimer:
     """Times the parts of one shape on one device."""
 
-    def __init__(self, shape: TransformerShape, seq_len: int, device: Device, constants: Constants) -> None:
+    def __init__(
+        self,
+        shape: TransformerShape,
+        seq_len: int,
+        device: Device,
+        constants: Constants,
+        measured: MeasuredTimes | None = None,
+    ) -> None:
         self._shape, self._seq_len, self._device, self._constants = shape, seq_len, device, constants
+        self._measured = measured
 
     def tokens(self, choice: PlanChoice) -> TokenCounts:
         return TokenCounts(choice.micro_batch, -(-self._seq_len // choice.layout.context), self._seq_len)
@@ -125,15 +134,21 @@ class BlockTimer:
 
     def _product(self, m: int, n: int, k: int, choice: PlanChoice, precision: str = "") -> ForwardBackward:
         """Forward, and the two of backward: the gradients of the input and of the weight."""
-        args = self._device, precision or choice.precision, self._constants.products
+        times = [self._product_s(*sizes, choice, precision) for sizes in ((m, n, k), (m, k, n), (k, n, m))]
+        return ForwardBackward(times[0], times[1] + times[2])
+
+    def _product_s(self, m: int, n: int, k: int, choice: PlanChoice, precision: str) -> float:
+        precision = precision or choice.precision
+        if self._measured and (seconds := self._measured.product_s(m, n, k, precision)) is not None:
+            return seconds
         speed = self._constants.of(choice.software).efficiency
-        forward = product_seconds(m, n, k, *args)
-        backward = product_seconds(m, k, n, *args) + product_seconds(k, n, m, *args)
-        return ForwardBackward(forward / speed, backward / speed)
+        return product_seconds(m, n, k, self._device, precision, self._constants.products) / speed
 
     def _attention(self, choice: PlanChoice) -> ForwardBackward:
         tokens, heads = self.tokens(choice), max(1, self._shape.num_heads // choice.layout.tensor)
         shape = AttentionShape(tokens.batch, heads, self._shape.head_dim, tokens.num_queries, tokens.num_keys)
+        if self._measured and (measured := self._measured.attention_s(shape, choice.precision)) is not None:
+            return measured
         args = shape, self._device, choice.precision, self._constants.attention
         if choice.fused_attention:
             best, speed = fused_attention_seconds(*args), self._constants.of(choice.software).attention
@@ -147,6 +162,8 @@ class BlockTimer:
         )
         if is_expert:  # tokens are permuted to their experts and back, once for each expert they go to
             moved += 4 * shape.experts_per_token * tokens * shape.dim * _width(choice) / choice.layout.tensor
+        if self._measured and (found := self._measured.moved_s(moved, is_compiled=choice.compiled)) is not None:
+            return ForwardBackward(found, found * memory.backward)
         forward = self._moved(moved) * (1.0 if choice.compiled else self._constants.of(choice.software).eager_passes)
         return ForwardBackward(forward, forward * memory.backward)
 

@@ -7,9 +7,10 @@ what several choices share is computed once.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from closeranks.core.errors import ConfigError
+from closeranks.facts.calibration import Calibration
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.shapes.transformer import flops_per_token
 from closeranks.plan.step_time.comm_time import LayoutGroups
@@ -36,7 +37,7 @@ class StepEstimate:
 
 
 def estimate_step(
-    workload: Workload, choice: PlanChoice, cluster: Cluster, calibration: object | None = None
+    workload: Workload, choice: PlanChoice, cluster: Cluster, calibration: Calibration | None = None
 ) -> StepEstimate:
     return StepEstimator(workload, cluster, calibration).estimate(choice)
 
@@ -48,9 +49,10 @@ class StepEstimator:
         self,
         workload: Workload,
         cluster: Cluster,
-        calibration: object | None = None,
+        calibration: Calibration | None = None,
         constants: Constants | None = None,
     ) -> None:
+        cluster = cluster if calibration is None else replace(cluster, calibration=calibration)
         self._workload, self._cluster = workload, cluster
         self._constants = constants or frozen_constants()
         self._micro = MicroCosts(workload.shape, workload.seq_len, cluster, self._constants)

@@ -16,6 +16,7 @@ from closeranks.plan.step_time import comm_time
 from closeranks.plan.step_time.block_time import BlockTime, BlockTimer
 from closeranks.plan.step_time.comm_time import LayoutGroups, exposed_seconds
 from closeranks.plan.step_time.constants import Constants
+from closeranks.plan.step_time.measured_times import measured_times
 from closeranks.plan.step_time.workload import PlanChoice
 
 _NONE = ForwardBackward(0.0, 0.0)
@@ -62,7 +63,7 @@ class MicroCosts:
 
     def __init__(self, shape: TransformerShape, seq_len: int, cluster: Cluster, constants: Constants) -> None:
         self._shape, self._cluster, self._constants = shape, cluster, constants
-        self._timer = BlockTimer(shape, seq_len, cluster.device, constants)
+        self._timer = BlockTimer(shape, seq_len, cluster.device, constants, measured_times(cluster))
         self._known: dict[Hashable, MicroCost] = {}
 
     def of(self, choice: PlanChoice, groups: LayoutGroups) -> MicroCost:

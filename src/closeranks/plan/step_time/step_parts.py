@@ -21,6 +21,7 @@ from closeranks.plan.step_time.comm_time import (
     stage_send_seconds,
 )
 from closeranks.plan.step_time.constants import Constants
+from closeranks.plan.step_time.measured_times import measured_times
 from closeranks.plan.step_time.micro_cost import BlockCost, MicroCost
 from closeranks.plan.step_time.stage_loads import RankLoad
 from closeranks.plan.step_time.workload import PlanChoice, Workload
@@ -67,6 +68,9 @@ class StepParts:
         self._micro, self._groups, self._loads = micro, groups, loads
         self._software = constants.of(choice.software)
         can_overlap = choice.overlap and self._software.overlaps_data
+        self._measured = measured_times(cluster)
+        # Workers of a CPU exchange gradients with the cores that they compute with.
+        can_overlap = can_overlap and (self._measured is None or cluster.device.kind != "cpu")
         self._overlap = constants.overlap if can_overlap else replace(constants.overlap, hidden=0.0)
         self._memory_bytes_per_s = cluster.device.memory_bytes_per_s * constants.memory.reachable
         self._num_micro = choice.num_micro(workload.global_batch)
@@ -173,12 +177,18 @@ class StepParts:
         return exposed + self._num_micro * blocks * each
 
     def _optimizer_s(self, num_params: float) -> float:
+        measured = None if self._choice.offload else self._measured
+        if measured and (found := measured.optimizer_s(num_params)) is not None:
+            return found
         moved_s = num_params * _OPTIMIZER_BYTES.get(self._choice.optimizer, 34.0) / self._memory_bytes_per_s
         return num_params * _OFFLOAD_BYTES / _OFFLOAD_BYTES_PER_S if self._choice.offload else moved_s
 
     def _overhead_s(self) -> float:
         """Fixed costs, and the time in which the device waits for the host to launch the next operations."""
         software, blocks = self._software, self._fullest.num_blocks
+        share = blocks / self._workload.shape.num_layers
+        if self._measured and (found := self._measured.overhead_s(self._num_micro, share)) is not None:
+            return found
         host = software.host_block_compiled_s if self._choice.compiled else software.host_block_s
         launches = host * (3 if self._choice.recompute == "full" else 2)
         device = self._mixed(_forward) + self._mixed(_backward)
