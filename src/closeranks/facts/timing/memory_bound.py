@@ -27,14 +27,26 @@ def moved_seconds(num_bytes: float, device: Device, model: MemoryModel) -> float
 
 
 def block_forward_bytes(
-    shape: TransformerShape, num_tokens: float, width: int, *, tensor: int = 1, sequence_parallel: bool = True
+    shape: TransformerShape,
+    num_tokens: float,
+    width: int,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = True,
+    is_fused: bool = True,
 ) -> float:
     """Bytes one rank moves in the forward of a dense block: two norms and two residuals on its positions (all of them
-    without sequence parallelism), the activation and the position rotation on its columns."""
+    without sequence parallelism), the activation and the rotation of queries and keys on its columns.
+
+    Without fusion the norm of a gated model (RMS) and the rotation are several operations in float32, and gate and
+    product two; layer norm and GELU are one kernel each in any case.
+    """
+    rows = shape.attention_dim + shape.kv_dim
+    norm, inner = 2.0, 2.0 * shape.ffn_dim
+    if shape.gated:
+        norm, inner = (2.0, 3.0 * shape.ffn_dim + 2 * rows) if is_fused else (16.0, 5.0 * shape.ffn_dim + 10 * rows)
     positions = num_tokens / tensor if sequence_parallel else num_tokens
-    stream = positions * shape.dim * (2 * 2 + 2 * 3)
-    inner = 3 * shape.ffn_dim + 2 * (shape.attention_dim + shape.kv_dim) if shape.gated else 2 * shape.ffn_dim
-    return width * (stream + num_tokens / tensor * inner)
+    return width * (positions * shape.dim * (2 * norm + 2 * 3) + num_tokens / tensor * inner)
 
 
 def head_bytes(shape: TransformerShape, num_tokens: float, *, tensor: int = 1, is_fused: bool = False) -> float:

@@ -19,6 +19,7 @@ from closeranks.plan.memory.in_flight import head_in_flight, in_flight
 from closeranks.plan.memory.model_sizes import RankParams, sizes_of
 from closeranks.plan.memory.saved_activations import SavedActivations, activation_key, saved_activations
 from closeranks.plan.memory.states import StateBytes, state_bytes
+from closeranks.plan.step_time.model_figures import model_figures
 from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
@@ -93,8 +94,8 @@ class MemoryEstimator:
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload, self._cluster = workload, cluster
-        self._sizes = sizes_of(workload.shape)
-        self._num_blocks = workload.shape.num_layers
+        self._sizes = sizes_of(workload.transformer)
+        self._num_blocks = workload.num_blocks
         self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
         self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}
         self._saved: dict[Hashable, SavedActivations] = {}
@@ -204,8 +205,7 @@ class MemoryEstimator:
     def _all_loads(self, choice: PlanChoice) -> Sequence[RankLoad]:
         layout = choice.layout
         return rank_loads(
-            self._workload.shape,
-            self._workload.seq_len,
+            model_figures(self._workload),
             layout.pipeline,
             choice.stages_per_rank,
             layout.schedule,

@@ -45,7 +45,7 @@ class SavedActivations:
 
 
 def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivations:
-    shape = workload.shape
+    shape = workload.transformer
     settings = _settings(workload, choice)
     share = shape.num_expert_layers / shape.num_layers
     dense = _block(shape, settings, workload, choice, is_expert=False)

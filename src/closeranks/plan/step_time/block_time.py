@@ -7,19 +7,12 @@ layouts with the same tensor, context and expert axes share them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from closeranks.facts.device_table import Device
 from closeranks.facts.shapes.transformer import TransformerShape
-from closeranks.facts.timing.attention import (
-    AttentionShape,
-    ForwardBackward,
-    fused_attention_seconds,
-    unfused_attention_seconds,
-)
-from closeranks.facts.timing.memory_bound import block_forward_bytes, head_bytes, moved_seconds
-from closeranks.facts.timing.products import product_seconds
-from closeranks.plan.step_time.constants import Constants
-from closeranks.plan.step_time.measured_times import MeasuredTimes
+from closeranks.facts.timing.attention import AttentionShape, ForwardBackward
+from closeranks.facts.timing.memory_bound import block_forward_bytes, head_bytes
+from closeranks.plan.step_time.operation_times import OperationTimes
 from closeranks.plan.step_time.workload import PlanChoice, Recompute
 
 
@@ -51,39 +44,31 @@ class BlockTime:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """One micro-batch on one rank of the context axis."""
+class BlockTimer(Protocol):
+    """Times the parts of one model on one device."""
 
-    batch: int
-    num_queries: int
-    num_keys: int
+    def tokens(self, choice: PlanChoice) -> int:
+        """Positions of a micro-batch on one rank of the context axis."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.batch * self.num_queries
+    def block(self, choice: PlanChoice, *, is_expert: bool) -> BlockTime: ...
+
+    def head(self, choice: PlanChoice) -> BlockTime:
+        """What comes after the blocks, and the loss."""
+
+    def embedding_s(self, choice: PlanChoice) -> float: ...
 
 
-class BlockTimer:
-    """Times the parts of one shape on one device."""
+class TransformerTimer:
+    """Times a transformer by its shape."""
 
-    def __init__(
-        self,
-        shape: TransformerShape,
-        seq_len: int,
-        device: Device,
-        constants: Constants,
-        measured: MeasuredTimes | None = None,
-    ) -> None:
-        self._shape, self._seq_len, self._device, self._constants = shape, seq_len, device, constants
-        self._measured = measured
+    def __init__(self, shape: TransformerShape, seq_len: int, times: OperationTimes) -> None:
+        self._shape, self._seq_len, self._times = shape, seq_len, times
 
-    def tokens(self, choice: PlanChoice) -> TokenCounts:
-        return TokenCounts(choice.micro_batch, -(-self._seq_len // choice.layout.context), self._seq_len)
+    def tokens(self, choice: PlanChoice) -> int:
+        return choice.micro_batch * -(-self._seq_len // choice.layout.context)
 
     def block(self, choice: PlanChoice, *, is_expert: bool) -> BlockTime:
-        shape, tensor = self._shape, choice.layout.tensor
-        tokens = self.tokens(choice).num_tokens
+        shape, tensor, tokens = self._shape, choice.layout.tensor, self.tokens(choice)
         queries, keys = shape.attention_dim // tensor, max(shape.kv_dim // tensor, shape.head_dim)
         entry = self._product(tokens, queries + 2 * keys, shape.dim, choice)
         leave = self._product(tokens, shape.dim, queries, choice)
@@ -91,21 +76,19 @@ class BlockTimer:
         products = ForwardBackward(
             entry.forward + leave.forward + feed.forward, entry.backward + leave.backward + feed.backward
         )
-        skipped_s = last_s if self._constants.of(choice.software).stops_recompute else 0.0
+        skipped_s = last_s if self._times.constants.of(choice.software).stops_recompute else 0.0
         return BlockTime(products, self._attention(choice), self._memory(tokens, choice, is_expert), skipped_s)
 
     def head(self, choice: PlanChoice) -> BlockTime:
-        """The output projection and the loss."""
-        shape, tokens, tensor = self._shape, self.tokens(choice).num_tokens, choice.layout.tensor
+        shape, tokens, tensor = self._shape, self.tokens(choice), choice.layout.tensor
         plain = choice.precision if choice.precision != "fp8" else "bf16"
         products = self._product(tokens, -(-shape.vocab_size // tensor), shape.dim, choice, plain)
-        loss = self._moved(head_bytes(shape, tokens, tensor=tensor, is_fused=choice.compiled))
+        loss = self._times.moved(head_bytes(shape, tokens, tensor=tensor, is_fused=choice.compiled))
         return BlockTime(products, ForwardBackward(0.0, 0.0), ForwardBackward(loss / 2, loss / 2))
 
     def embedding_s(self, choice: PlanChoice) -> float:
         """Lookup, and the sum of its gradients into the table."""
-        tokens, width = self.tokens(choice).num_tokens, _width(choice)
-        return self._moved(5.0 * tokens * self._shape.dim * width)
+        return self._times.moved(5.0 * self.tokens(choice) * self._shape.dim * _width(choice))
 
     def _dense(self, tokens: int, choice: PlanChoice) -> tuple[ForwardBackward, float]:
         shape, inner = self._shape, -(-self._shape.ffn_dim // choice.layout.tensor)
@@ -134,41 +117,30 @@ class BlockTimer:
 
     def _product(self, m: int, n: int, k: int, choice: PlanChoice, precision: str = "") -> ForwardBackward:
         """Forward, and the two of backward: the gradients of the input and of the weight."""
-        times = [self._product_s(*sizes, choice, precision) for sizes in ((m, n, k), (m, k, n), (k, n, m))]
-        return ForwardBackward(times[0], times[1] + times[2])
-
-    def _product_s(self, m: int, n: int, k: int, choice: PlanChoice, precision: str) -> float:
-        precision = precision or choice.precision
-        if self._measured and (seconds := self._measured.product_s(m, n, k, precision)) is not None:
-            return seconds
-        speed = self._constants.of(choice.software).efficiency
-        return product_seconds(m, n, k, self._device, precision, self._constants.products) / speed
+        product = self._times.product
+        backward = product(m, k, n, choice, precision) + product(k, n, m, choice, precision)
+        return ForwardBackward(product(m, n, k, choice, precision), backward)
 
     def _attention(self, choice: PlanChoice) -> ForwardBackward:
-        tokens, heads = self.tokens(choice), max(1, self._shape.num_heads // choice.layout.tensor)
-        shape = AttentionShape(tokens.batch, heads, self._shape.head_dim, tokens.num_queries, tokens.num_keys)
-        if self._measured and (measured := self._measured.attention_s(shape, choice.precision)) is not None:
-            return measured
-        args = shape, self._device, choice.precision, self._constants.attention
-        if choice.fused_attention:
-            best, speed = fused_attention_seconds(*args), self._constants.of(choice.software).attention
-            return ForwardBackward(best.forward / speed, best.backward / speed)
-        return unfused_attention_seconds(*args, self._constants.products)
+        heads = max(1, self._shape.num_heads // choice.layout.tensor)
+        queries = -(-self._seq_len // choice.layout.context)
+        shape = AttentionShape(choice.micro_batch, heads, self._shape.head_dim, queries, self._seq_len)
+        return self._times.attention(shape, choice)
 
     def _memory(self, tokens: int, choice: PlanChoice, is_expert: bool) -> ForwardBackward:
-        shape, memory = self._shape, self._constants.memory
+        shape = self._shape
         moved = block_forward_bytes(
-            shape, tokens, _width(choice), tensor=choice.layout.tensor, sequence_parallel=choice.sequence_parallel
+            shape,
+            tokens,
+            _width(choice),
+            tensor=choice.layout.tensor,
+            sequence_parallel=choice.sequence_parallel,
+            is_fused=choice.compiled,
         )
         if is_expert:  # tokens are permuted to their experts and back, once for each expert they go to
             moved += 4 * shape.experts_per_token * tokens * shape.dim * _width(choice) / choice.layout.tensor
-        if self._measured and (found := self._measured.moved_s(moved, is_compiled=choice.compiled)) is not None:
-            return ForwardBackward(found, found * memory.backward)
-        forward = self._moved(moved) * (1.0 if choice.compiled else self._constants.of(choice.software).eager_passes)
-        return ForwardBackward(forward, forward * memory.backward)
-
-    def _moved(self, num_bytes: float) -> float:
-        return moved_seconds(num_bytes, self._device, self._constants.memory)
+        forward = self._times.moved_in_block(moved, choice)
+        return ForwardBackward(forward, forward * self._times.constants.memory.backward)
 
 
 def _width(choice: PlanChoice) -> int:

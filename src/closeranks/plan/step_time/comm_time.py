@@ -26,6 +26,8 @@ from closeranks.facts.timing.attention import ForwardBackward
 from closeranks.plan.step_time.constants import OverlapModel, Software
 from closeranks.plan.step_time.workload import PlanChoice
 
+_NONE = ForwardBackward(0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class LayoutGroups:
@@ -74,8 +76,8 @@ def tensor_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, gro
     """Of one block and micro-batch: inputs of attention and feed-forward are gathered and their outputs summed, or,
     without sequence parallelism, all-reduced; in backward the same with the roles exchanged."""
     if choice.layout.tensor == 1:
-        return ForwardBackward(0.0, 0.0)
-    num_bytes = float(tokens) * shape.dim * (4 if choice.precision == "fp32" else 2)
+        return _NONE
+    num_bytes = float(tokens) * shape.dim * _width(choice)
     if choice.sequence_parallel:
         each = 2 * gather_seconds(num_bytes, groups.tensor)
     else:
@@ -83,30 +85,34 @@ def tensor_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, gro
     return ForwardBackward(2 * each, 2 * each)
 
 
-def context_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, cluster: Cluster) -> ForwardBackward:
+def context_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, groups: LayoutGroups) -> ForwardBackward:
     """Of one block and micro-batch: keys and values pass around the ring, in backward with their gradients."""
-    layout = choice.layout
+    layout, domain = choice.layout, groups.cluster.domain_size
     if layout.context == 1:
-        return ForwardBackward(0.0, 0.0)
-    part = 2.0 * tokens * shape.kv_dim / layout.tensor * (4 if choice.precision == "fp32" else 2)
-    stride = layout.tensor if layout.tensor * layout.context <= cluster.domain_size else cluster.domain_size
-    each = (layout.context - 1) * send_seconds(part, stride, cluster)
+        return _NONE
+    part = 2.0 * tokens * shape.kv_dim / layout.tensor * _width(choice)
+    stride = layout.tensor if layout.tensor * layout.context <= domain else domain
+    each = (layout.context - 1) * send_seconds(part, stride, groups.cluster)
     return ForwardBackward(each, 2 * each)
 
 
 def expert_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, groups: LayoutGroups) -> ForwardBackward:
     """Of one block and micro-batch: tokens go to their experts and back."""
     if choice.layout.expert == 1:
-        return ForwardBackward(0.0, 0.0)
+        return _NONE
     sent = 2.0 * shape.experts_per_token * tokens / choice.layout.tensor * shape.dim
     each = 2 * all_to_all_seconds(sent, groups.expert)
     return ForwardBackward(each, each)
 
 
-def stage_send_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, groups: LayoutGroups) -> float:
-    """Of one boundary and micro-batch, one way; tensor ranks send a part each."""
-    width = 4 if choice.precision == "fp32" else 2
-    return send_seconds(tokens * shape.dim * width / choice.layout.tensor, groups.next_stage, groups.cluster)
+def stage_send_seconds(hidden_numel: float, choice: PlanChoice, groups: LayoutGroups) -> float:
+    """Of one boundary and micro-batch, one way; tensor and context ranks send a part each."""
+    num_bytes = choice.micro_batch * hidden_numel * _width(choice) / choice.layout.tensor / choice.layout.context
+    return send_seconds(num_bytes, groups.next_stage, groups.cluster)
+
+
+def _width(choice: PlanChoice) -> int:
+    return 4 if choice.precision == "fp32" else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +128,23 @@ class DataTraffic:
     scatter_s: float = 0.0
 
 
-def data_traffic(num_params: float, block_params: float, groups: LayoutGroups, software: Software) -> DataTraffic:
-    layout = groups.layout
+def data_traffic(
+    num_params: float, block_params: float, choice: PlanChoice, groups: LayoutGroups, software: Software
+) -> DataTraffic:
+    layout, least = groups.layout, 4 if choice.precision == "fp32" else 2
     if layout.data * layout.context == 1:
         return DataTraffic(0.0)
-    summed = num_params * software.gradient_bytes
+    summed = num_params * max(software.gradient_bytes, least)
     if layout.zero == 0:
         return DataTraffic(all_reduce_seconds(summed, groups.replica))
     replicas = all_reduce_seconds(summed / groups.num_shards, groups.replica)
     if layout.zero < 3:
-        weights = gather_seconds(num_params * software.weight_bytes, groups.shard)
+        weights = gather_seconds(num_params * max(software.weight_bytes, least), groups.shard)
         return DataTraffic(gather_seconds(summed, groups.shard) + replicas, weights)
     links = over_one_card(groups.shard) if software.gathers_over_one_card else groups.shard
     return DataTraffic(
         replicas,
         0.0,
-        gather_seconds(block_params * software.gathered_bytes, links),
-        gather_seconds(block_params * software.gradient_bytes, links),
+        gather_seconds(block_params * max(software.gathered_bytes, least), links),
+        gather_seconds(block_params * max(software.gradient_bytes, least), links),
     )

@@ -49,7 +49,7 @@ class Software:
     stops_recompute: bool
     """Whether a second forward ends before its last product, whose result nothing reads."""
     eager_passes: float
-    """Bytes that memory-bound operations move when nothing is compiled, relative to those of fused ones."""
+    """Bytes that memory-bound operations move when nothing is compiled, relative to what the models count."""
     host_block_s: float
     """Time in which the host launches the forward of one block."""
     host_block_compiled_s: float

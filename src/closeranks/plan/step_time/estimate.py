@@ -6,16 +6,16 @@ what several choices share is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from closeranks.core.errors import ConfigError
 from closeranks.facts.calibration import Calibration
 from closeranks.facts.cluster import Cluster
-from closeranks.facts.shapes.transformer import flops_per_token
 from closeranks.plan.step_time.comm_time import LayoutGroups
 from closeranks.plan.step_time.constants import Constants, frozen_constants
 from closeranks.plan.step_time.micro_cost import MicroCosts
+from closeranks.plan.step_time.model_figures import model_figures
+from closeranks.plan.step_time.operation_times import OperationTimes
 from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
 from closeranks.plan.step_time.step_parts import StepPart as StepPart
 from closeranks.plan.step_time.step_parts import StepParts
@@ -52,12 +52,11 @@ class StepEstimator:
         calibration: Calibration | None = None,
         constants: Constants | None = None,
     ) -> None:
-        cluster = cluster if calibration is None else replace(cluster, calibration=calibration)
-        self._workload, self._cluster = workload, cluster
-        self._constants = constants or frozen_constants()
-        self._micro = MicroCosts(workload.shape, workload.seq_len, cluster, self._constants)
-        self._loads: dict[Hashable, tuple[RankLoad, ...]] = {}
-        self._flops = flops_per_token(workload.shape, workload.seq_len)
+        self._workload = workload
+        self._cluster = cluster if calibration is None else replace(cluster, calibration=calibration)
+        self._times = OperationTimes(self._cluster, constants or frozen_constants())
+        self._micro = MicroCosts(workload, self._times)
+        self._figures = model_figures(workload)
 
     def estimate(self, choice: PlanChoice) -> StepEstimate:
         """Raises ``ConfigError`` with every reason why the choice cannot run."""
@@ -65,29 +64,34 @@ class StepEstimator:
         if problems := choice_problems(workload, choice, cluster.num_devices):
             raise ConfigError(problems)
         groups = LayoutGroups(choice.layout, cluster)
-        micro, loads = self._micro.of(choice, groups), self._rank_loads(choice)
-        parts = StepParts(workload, choice, cluster, micro, loads, groups, self._constants).collect()
+        num_micro = choice.num_micro(workload.global_batch)
+        parts = StepParts(
+            self._figures,
+            choice,
+            num_micro,
+            self._micro.of(choice, groups),
+            self._rank_loads(choice),
+            groups,
+            self._times,
+        ).collect()
         seconds = sum(part.seconds for part in parts)
-        tokens_per_s = workload.tokens_per_step / seconds
-        per_flop = tokens_per_s / (cluster.device.peak(choice.precision) * cluster.num_devices)
-        hardware = self._flops + self._recomputed_flops(choice)
-        return StepEstimate(seconds, parts, self._flops * per_flop, hardware * per_flop, tokens_per_s)
+        per_flop = workload.global_batch / seconds / (cluster.device.peak(choice.precision) * cluster.num_devices)
+        hardware = self._figures.flops + self._recomputed_flops(choice)
+        return StepEstimate(
+            seconds, parts, self._figures.flops * per_flop, hardware * per_flop, workload.tokens_per_step / seconds
+        )
 
     def _rank_loads(self, choice: PlanChoice) -> tuple[RankLoad, ...]:
-        layout, per_rank, shape = choice.layout, choice.stages_per_rank, self._workload.shape
-        is_balanced = self._constants.of(choice.software).balances_stages
-        key = (layout.pipeline, per_rank, layout.schedule, is_balanced)
-        if key not in self._loads:
-            self._loads[key] = rank_loads(
-                shape, self._workload.seq_len, layout.pipeline, per_rank, layout.schedule, is_balanced=is_balanced
-            )
-        return self._loads[key]
+        is_balanced = self._times.constants.of(choice.software).balances_stages
+        layout = choice.layout
+        return rank_loads(
+            self._figures, layout.pipeline, choice.stages_per_rank, layout.schedule, is_balanced=is_balanced
+        )
 
     def _recomputed_flops(self, choice: PlanChoice) -> float:
-        """Per token, added to those of the model."""
-        shape = self._workload.shape
+        """Per sample, added to those of the model."""
         if choice.recompute == "full":
-            return (self._flops - 6.0 * shape.head_params) / 3
+            return self._figures.num_blocks * self._figures.block_flops / 3
         if choice.recompute == "selective" and not choice.fused_attention:
-            return 4.0 * shape.num_layers * shape.attention_dim * self._workload.seq_len
+            return self._figures.attention_flops / 3
         return 0.0

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from closeranks.facts.pipeline.stages import balance_stages, stage_placement
-from closeranks.facts.shapes.transformer import TransformerShape, flops_per_token
+from closeranks.facts.pipeline.stages import V_SHAPED, balance_stages, stage_placement
+from closeranks.plan.step_time.model_figures import ModelFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,40 @@ class RankLoad:
 
 
 def rank_loads(
-    shape: TransformerShape, seq_len: int, pipeline: int, per_rank: int, schedule: str, *, is_balanced: bool
+    figures: ModelFigures, pipeline: int, per_rank: int, schedule: str, *, is_balanced: bool
 ) -> tuple[RankLoad, ...]:
     """By pipeline rank."""
     if pipeline == 1:
-        return (RankLoad(shape.num_layers, 1, 1),)
-    num_stages = pipeline * per_rank
-    stages = _balanced(shape, seq_len, num_stages) if is_balanced else _even(shape, num_stages)
-    if schedule in ("zbv", "dualpipev"):
-        places: Sequence[Sequence[int]] = stage_placement(schedule, pipeline)
+        return (RankLoad(figures.num_blocks, 1, 1),)
+    return _rank_loads(
+        figures.num_blocks,
+        figures.block_flops,
+        figures.last_flops,
+        PipelineShape(pipeline, per_rank, schedule, is_balanced),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """How a model is cut."""
+
+    num_ranks: int
+    per_rank: int
+    schedule: str
+    is_balanced: bool
+
+
+@cache
+def _rank_loads(num_blocks: int, block_flops: float, last_flops: float, cut: PipelineShape) -> tuple[RankLoad, ...]:
+    num_stages = cut.num_ranks * cut.per_rank
+    if cut.is_balanced:
+        stages = _balanced(num_blocks, block_flops, last_flops, num_stages)
     else:
-        places = [range(rank, num_stages, pipeline) for rank in range(pipeline)]
+        stages = _even(num_blocks, num_stages)
+    if cut.schedule in V_SHAPED:
+        places: Sequence[Sequence[int]] = stage_placement(cut.schedule, cut.num_ranks)
+    else:
+        places = [range(rank, num_stages, cut.num_ranks) for rank in range(cut.num_ranks)]
     return tuple(_sum([stages[number] for number in place]) for place in places)
 
 
@@ -45,9 +69,9 @@ def _sum(loads: Sequence[RankLoad]) -> RankLoad:
     )
 
 
-def _even(shape: TransformerShape, num_stages: int) -> list[RankLoad]:
-    """As many blocks in every stage as possible, the first stages one more; the ends come on top."""
-    least, more = divmod(shape.num_layers, num_stages)
+def _even(num_blocks: int, num_stages: int) -> list[RankLoad]:
+    """As many blocks in every stage as possible; the ends of the model come on top."""
+    least, more = divmod(num_blocks, num_stages)
     # The ends of the model have other work to do: blocks that are left over go to the middle.
     order = sorted(range(num_stages), key=lambda number: number in (0, num_stages - 1))
     extra = set(order[:more])
@@ -57,13 +81,11 @@ def _even(shape: TransformerShape, num_stages: int) -> list[RankLoad]:
     ]
 
 
-def _balanced(shape: TransformerShape, seq_len: int, num_stages: int) -> list[RankLoad]:
-    """Cut by the cost of units, as a run of this package does."""
-    head = 6.0 * shape.head_params
-    block = (flops_per_token(shape, seq_len) - head) / shape.num_layers
-    costs = (float(shape.dim), *[block] * shape.num_layers, 6.0 * shape.dim, head)
+def _balanced(num_blocks: int, block_flops: float, last_flops: float, num_stages: int) -> list[RankLoad]:
+    """Cut by the cost of units, as a run of this package does: the embedding, the blocks, the last norm, the head."""
+    costs = (0.0, *[block_flops] * num_blocks, 0.0, last_flops)
     found = []
     for first, last in balance_stages(costs, num_stages):
-        blocks = min(last, shape.num_layers + 1) - max(first, 1)
+        blocks = min(last, num_blocks + 1) - max(first, 1)
         found.append(RankLoad(max(blocks, 0), int(first == 0), int(last == len(costs))))
     return found

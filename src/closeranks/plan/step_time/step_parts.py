@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from closeranks.facts.cluster import Cluster
-from closeranks.facts.shapes.transformer import TransformerShape, block_params
 from closeranks.facts.timing.attention import ForwardBackward
 from closeranks.plan.step_time.comm_time import (
     DataTraffic,
@@ -20,15 +18,12 @@ from closeranks.plan.step_time.comm_time import (
     exposed_seconds,
     stage_send_seconds,
 )
-from closeranks.plan.step_time.constants import Constants
-from closeranks.plan.step_time.measured_times import measured_times
 from closeranks.plan.step_time.micro_cost import BlockCost, MicroCost
+from closeranks.plan.step_time.model_figures import ModelFigures
+from closeranks.plan.step_time.operation_times import OperationTimes
 from closeranks.plan.step_time.stage_loads import RankLoad
-from closeranks.plan.step_time.workload import PlanChoice, Workload
+from closeranks.plan.step_time.workload import PlanChoice
 
-_OPTIMIZER_BYTES = {"adamw": 34.0, "lamb": 46.0, "sgd": 20.0, "lars": 32.0}
-"""Moved per parameter: weight, gradient and moments read, weight and moments written, the norm of all gradients, a copy
-in 16 bits."""
 _OFFLOAD_BYTES_PER_S = 20e9
 _OFFLOAD_BYTES = 8.0
 """Per parameter over the link to host memory: its gradient down, its weight up."""
@@ -41,174 +36,174 @@ class StepPart:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _PaceSeconds:
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-
 class StepParts:
     """The parts of one choice."""
 
     def __init__(
         self,
-        workload: Workload,
+        figures: ModelFigures,
         choice: PlanChoice,
-        cluster: Cluster,
+        num_micro: int,
         micro: MicroCost,
         loads: Sequence[RankLoad],
         groups: LayoutGroups,
-        constants: Constants,
+        times: OperationTimes,
     ) -> None:
-        self._workload, self._choice, self._cluster = workload, choice, cluster
+        self._figures, self._choice, self._times, self._num_micro = figures, choice, times, num_micro
         self._micro, self._groups, self._loads = micro, groups, loads
-        self._software = constants.of(choice.software)
-        can_overlap = choice.overlap and self._software.overlaps_data
-        self._measured = measured_times(cluster)
+        self._software = times.constants.of(choice.software)
         # Workers of a CPU exchange gradients with the cores that they compute with.
-        can_overlap = can_overlap and (self._measured is None or cluster.device.kind != "cpu")
-        self._overlap = constants.overlap if can_overlap else replace(constants.overlap, hidden=0.0)
-        self._memory_bytes_per_s = cluster.device.memory_bytes_per_s * constants.memory.reachable
-        self._num_micro = choice.num_micro(workload.global_batch)
-        shape = workload.shape
-        self._expert_share = shape.num_expert_layers / shape.num_layers
+        computes_alone = times.measured is None or times.cluster.device.kind != "cpu"
+        can_overlap = choice.overlap and self._software.overlaps_data and computes_alone
+        overlap = times.constants.overlap
+        self._overlap = overlap if can_overlap else replace(overlap, hidden=0.0)
+        self._block = ForwardBackward(self._mixed(_forward), self._mixed(_backward))
         seconds = {load: self._rank_seconds(load) for load in set(loads)}
-        self._fullest = max(seconds, key=lambda load: seconds[load].total)
+        self._fullest = max(seconds, key=lambda load: _both(seconds[load]))
         self._seconds = seconds[self._fullest]
-        self._all_ranks_s = sum(seconds[load].total for load in loads)
+        self._all_ranks_s = sum(_both(seconds[load]) for load in loads)
 
     def collect(self) -> tuple[StepPart, ...]:
-        parts = [*self._computation(), *self._communication(), *self._once_per_step()]
+        parts = (*self._computation(), *self._communication(), *self._once_per_step())
         return tuple(StepPart(name, seconds) for name, seconds in parts)
 
-    def _rank_seconds(self, load: RankLoad) -> _PaceSeconds:
-        micro, blocks = self._micro, load.num_blocks
+    def _rank_seconds(self, load: RankLoad) -> ForwardBackward:
+        micro, blocks, block = self._micro, load.num_blocks, self._block
         ends_s = load.num_embeddings * (micro.embedding_s + micro.end_comm_s) + load.num_heads * micro.end_comm_s
-        forward = blocks * self._mixed(_forward) + load.num_heads * micro.head.forward + ends_s / 2
-        return _PaceSeconds(
-            forward, blocks * self._mixed(_backward) + load.num_heads * micro.head.backward + ends_s / 2
+        return ForwardBackward(
+            blocks * block.forward + load.num_heads * micro.head.forward + ends_s / 2,
+            blocks * block.backward + load.num_heads * micro.head.backward + ends_s / 2,
         )
 
     def _mixed(self, of_block: Callable[[BlockCost], float]) -> float:
         """Of an average block, where some have experts."""
-        dense = of_block(self._micro.dense)
-        return dense + self._expert_share * (of_block(self._micro.expert) - dense) if self._expert_share else dense
+        dense, share = of_block(self._micro.dense), self._figures.expert_share
+        return dense + share * (of_block(self._micro.expert) - dense) if share else dense
 
-    def _blocks(self, share: float) -> tuple[tuple[BlockCost, float], ...]:
-        return (self._micro.dense, share * (1 - self._expert_share)), (self._micro.expert, share * self._expert_share)
+    def _total(self, of_block: Callable[[BlockCost], float]) -> float:
+        """Of all blocks of the fullest rank and all micro-batches."""
+        return self._num_micro * self._fullest.num_blocks * self._mixed(of_block)
 
     def _computation(self) -> Iterator[tuple[str, float]]:
-        load, micro, head = self._fullest, self._num_micro, self._micro.head
-        blocks = self._blocks(micro * load.num_blocks)
-        products = sum(count * _both(block.time.products) for block, count in blocks)
-        yield "compute: products", products + micro * load.num_heads * _both(head.products)
-        yield "compute: attention", sum(count * _both(block.time.attention) for block, count in blocks)
-        moved = sum(count * _both(block.time.memory) for block, count in blocks)
-        yield "compute: memory-bound", moved + micro * load.num_embeddings * self._micro.embedding_s
-        yield "loss", micro * load.num_heads * _both(head.memory)
-        yield "recompute", sum(count * (block.recompute_s + block.repeated_comm_s) for block, count in blocks)
+        load, num_micro, head = self._fullest, self._num_micro, self._micro.head
+        ends = num_micro * load.num_heads
+        yield "compute: products", self._total(_products) + ends * _both(head.products)
+        yield "compute: attention", self._total(_attention) + ends * _both(head.attention)
+        yield "compute: memory-bound", self._total(_memory) + num_micro * load.num_embeddings * self._micro.embedding_s
+        yield "loss", ends * _both(head.memory)
+        yield "recompute", self._total(_recompute)
 
     def _communication(self) -> Iterator[tuple[str, float]]:
-        load, micro = self._fullest, self._num_micro
-        blocks = self._blocks(micro * load.num_blocks)
-        ends_s = micro * (load.num_embeddings + load.num_heads) * self._micro.end_comm_s
-        yield "tensor communication", sum(count * _both(block.tensor) for block, count in blocks) + ends_s
-        yield "context communication", sum(count * _both(block.context) for block, count in blocks)
-        yield "expert communication", sum(count * _both(block.expert) for block, count in blocks)
+        load = self._fullest
+        ends_s = self._num_micro * (load.num_embeddings + load.num_heads) * self._micro.end_comm_s
+        yield "tensor communication", self._total(_tensor) + ends_s
+        yield "context communication", self._total(_context)
+        yield "expert communication", self._total(_expert)
         yield "pipeline bubble", self._bubble_s()
         yield "pipeline sends", self._sends_s()
 
     def _bubble_s(self) -> float:
         """The time in which the other ranks work on the first and the last micro-batch, in a closed form for each kind
         of schedule, which the tests compare with the schedules' timelines."""
-        layout = self._choice.layout
-        if layout.pipeline == 1:
+        if self._choice.layout.pipeline == 1:
             return 0.0
-        others_s = self._all_ranks_s - self._seconds.total
+        others_s = self._all_ranks_s - _both(self._seconds)
         per_rank = self._choice.stages_per_rank
-        if layout.schedule in _ZERO_BUBBLE:
+        if self._choice.layout.schedule in _ZERO_BUBBLE:
             # Weight gradients fill the waits: what is left is one stage's forward for each rank above.
-            return others_s * self._seconds.forward / self._seconds.total / per_rank
+            return others_s * self._seconds.forward / _both(self._seconds) / per_rank
         return others_s / per_rank
 
     def _sends_s(self) -> float:
         """Each micro-batch is received and sent on, in both directions; a rank cannot compute on what has not come."""
-        layout = self._choice.layout
-        if layout.pipeline == 1:
+        pipeline = self._choice.layout.pipeline
+        if pipeline == 1:
             return 0.0
-        context = -(-self._workload.seq_len // layout.context)
-        tokens = self._choice.micro_batch * context
-        each_s = stage_send_seconds(self._workload.shape, tokens, self._choice, self._groups)
-        return 2 * each_s * (self._num_micro * self._choice.stages_per_rank + layout.pipeline - 1)
+        each_s = stage_send_seconds(self._figures.hidden_numel, self._choice, self._groups)
+        return 2 * each_s * (self._num_micro * self._choice.stages_per_rank + pipeline - 1)
 
     def _once_per_step(self) -> Iterator[tuple[str, float]]:
-        shape, layout = self._workload.shape, self._choice.layout
-        block = _block_params(shape, self._choice, self._expert_share)
-        ends = (
-            shape.head_params
-            / layout.tensor
-            * max(
-                load.num_embeddings + load.num_heads * (not shape.tied or load.num_embeddings == 0)
-                for load in self._loads
-            )
-        )
-        num_params = max(load.num_blocks for load in self._loads) * block + ends
-        traffic = data_traffic(num_params, block, self._groups, self._software)
+        choice, block = self._choice, self._block_params()
+        num_params = max(load.num_blocks for load in set(self._loads)) * block + self._end_params()
+        traffic = data_traffic(num_params, block, choice, self._groups, self._software)
         yield "data communication", self._data_s(traffic)
-        yield "optimizer", self._optimizer_s(num_params / self._groups.num_shards)
+        own = num_params / self._groups.num_shards
+        offloaded_s = own * _OFFLOAD_BYTES / _OFFLOAD_BYTES_PER_S
+        yield "optimizer", offloaded_s if choice.offload else self._times.update(own, choice.optimizer)
         yield "data", 0.0
         yield "overhead", self._overhead_s()
 
+    def _block_params(self) -> float:
+        """Weights of an average block on one rank before ZeRO."""
+        figures, layout = self._figures, self._choice.layout
+        return (figures.block_params + figures.routed_params / layout.expert) / layout.tensor
+
+    def _end_params(self) -> float:
+        """Of the rank that has the most of them; a tied head is a second copy where another rank has the embedding."""
+        figures = self._figures
+
+        def held(load: RankLoad) -> float:
+            tied = 0.0 if load.num_embeddings else figures.tied_params
+            return load.num_embeddings * figures.first_params + load.num_heads * (figures.last_params + tied)
+
+        return max(held(load) for load in set(self._loads)) / self._choice.layout.tensor
+
     def _data_s(self, traffic: DataTraffic) -> float:
-        last_s = self._seconds.backward
-        exposed = exposed_seconds(traffic.gradients_s, last_s, self._overlap) + traffic.weights_s
+        exposed = exposed_seconds(traffic.gradients_s, self._seconds.backward, self._overlap) + traffic.weights_s
         if not traffic.gather_s:
             return exposed
         blocks = self._fullest.num_blocks
         if self._choice.layout.pipeline > 1:  # a stage is gathered once for all of a step's micro-batches
             return exposed + blocks * (traffic.gather_s + traffic.scatter_s)
-        forward, backward = self._mixed(_forward), self._mixed(_backward)
-        each = exposed_seconds(traffic.gather_s, forward, self._overlap)
-        each += exposed_seconds(traffic.gather_s + traffic.scatter_s, backward, self._overlap)
+        each = exposed_seconds(traffic.gather_s, self._block.forward, self._overlap)
+        each += exposed_seconds(traffic.gather_s + traffic.scatter_s, self._block.backward, self._overlap)
         return exposed + self._num_micro * blocks * each
-
-    def _optimizer_s(self, num_params: float) -> float:
-        measured = None if self._choice.offload else self._measured
-        if measured and (found := measured.optimizer_s(num_params)) is not None:
-            return found
-        moved_s = num_params * _OPTIMIZER_BYTES.get(self._choice.optimizer, 34.0) / self._memory_bytes_per_s
-        return num_params * _OFFLOAD_BYTES / _OFFLOAD_BYTES_PER_S if self._choice.offload else moved_s
 
     def _overhead_s(self) -> float:
         """Fixed costs, and the time in which the device waits for the host to launch the next operations."""
         software, blocks = self._software, self._fullest.num_blocks
-        share = blocks / self._workload.shape.num_layers
-        if self._measured and (found := self._measured.overhead_s(self._num_micro, share)) is not None:
+        share = blocks / self._figures.num_blocks
+        if self._times.measured and (found := self._times.measured.overhead_s(self._num_micro, share)) is not None:
             return found
+        if self._times.cluster.device.kind == "cpu":
+            return 0.0
         host = software.host_block_compiled_s if self._choice.compiled else software.host_block_s
         launches = host * (3 if self._choice.recompute == "full" else 2)
-        device = self._mixed(_forward) + self._mixed(_backward)
-        waits = blocks * max(0.0, launches - device)
+        waits = blocks * max(0.0, launches - _both(self._block))
         return software.step_s + self._num_micro * (software.micro_s + waits)
-
-
-_forward: Callable[[BlockCost], float] = attrgetter("forward")
-_backward: Callable[[BlockCost], float] = attrgetter("backward")
 
 
 def _both(time: ForwardBackward) -> float:
     return time.forward + time.backward
 
 
-def _block_params(shape: TransformerShape, choice: PlanChoice, expert_share: float) -> float:
-    """Weights of an average block on one rank before ZeRO."""
-    dense, layout = block_params(shape), choice.layout
-    if not expert_share:
-        return dense / layout.tensor
-    routed = shape.num_experts * shape.expert_params
-    rest = block_params(shape, is_expert=True) - routed
-    return ((1 - expert_share) * dense + expert_share * (rest + routed / layout.expert)) / layout.tensor
+_forward: Callable[[BlockCost], float] = attrgetter("forward")
+_backward: Callable[[BlockCost], float] = attrgetter("backward")
+
+
+def _products(block: BlockCost) -> float:
+    return _both(block.time.products)
+
+
+def _attention(block: BlockCost) -> float:
+    return _both(block.time.attention)
+
+
+def _memory(block: BlockCost) -> float:
+    return _both(block.time.memory)
+
+
+def _tensor(block: BlockCost) -> float:
+    return _both(block.tensor)
+
+
+def _context(block: BlockCost) -> float:
+    return _both(block.context)
+
+
+def _expert(block: BlockCost) -> float:
+    return _both(block.expert)
+
+
+def _recompute(block: BlockCost) -> float:
+    return block.recompute_s + block.repeated_comm_s

@@ -12,7 +12,8 @@ from typing import Literal
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.shapes.model_structure import ModelStructure
-from closeranks.facts.shapes.transformer import TransformerShape, shape_problems
+from closeranks.facts.shapes.module_trace import ModuleTrace
+from closeranks.facts.shapes.transformer import TransformerShape, flops_per_token, shape_problems
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -22,7 +23,9 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 class Workload:
     """A model and its batch."""
 
-    shape: TransformerShape
+    shape: TransformerShape | ModuleTrace
+    """A module that was traced is known unit by unit, and not how it would split over tensor, context and expert
+    ranks."""
     seq_len: int
     global_batch: int
     """Samples of a step."""
@@ -30,7 +33,8 @@ class Workload:
     """Units and weights of the model, where they are known by name; its stages are then those of the run."""
 
     def __post_init__(self) -> None:
-        problems = [Problem("model", what) for what in shape_problems(self.shape)]
+        is_transformer = isinstance(self.shape, TransformerShape)
+        problems = [Problem("model", what) for what in shape_problems(self.transformer)] if is_transformer else []
         if self.seq_len < 1:
             problems.append(Problem("data.seq_len", f"it is {self.seq_len}", "A sample has at least 1 position."))
         if self.global_batch < 1:
@@ -41,6 +45,31 @@ class Workload:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
+
+    @property
+    def transformer(self) -> TransformerShape:
+        """The shape of a model that is known by its shape; ``TypeError`` for a traced one."""
+        if not isinstance(self.shape, TransformerShape):
+            raise TypeError("a traced module has no shape of a transformer")
+        return self.shape
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.num_experts if isinstance(self.shape, TransformerShape) else 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Repeated blocks, between which a pipeline can be cut; 0 for a traced module without any."""
+        if isinstance(self.shape, TransformerShape):
+            return self.shape.num_layers
+        return sum(1 for _ in self.shape.blocks)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of forward and backward, attention in full."""
+        if isinstance(self.shape, TransformerShape):
+            return flops_per_token(self.shape, self.seq_len) * self.seq_len
+        return self.shape.flops_per_sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +120,14 @@ def choice_problems(workload: Workload, choice: PlanChoice, num_devices: int) ->
         problems.append(
             Problem("layout.data", f"{what}{choice.micro_batch}", "Use fewer data ranks or a larger global batch.")
         )
-    if layout.pipeline * choice.stages_per_rank > workload.shape.num_layers:
-        what = f"{workload.shape.num_layers} layers do not fill {layout.pipeline * choice.stages_per_rank} stages"
+    if layout.pipeline > 1 and layout.pipeline * choice.stages_per_rank > workload.num_blocks:
+        what = f"{workload.num_blocks} layers do not fill {layout.pipeline * choice.stages_per_rank} stages"
         problems.append(Problem("layout.pipeline", what, "Use fewer pipeline ranks."))
-    if layout.expert > 1 and not workload.shape.num_experts:
+    if isinstance(workload.shape, ModuleTrace):
+        for axis in ("tensor", "context"):
+            if getattr(layout, axis) > 1:
+                what = "how a traced module splits over these ranks is not known"
+                problems.append(Problem(f"layout.{axis}", what, f"Use {axis}=1."))
+    if layout.expert > 1 and not workload.num_experts:
         problems.append(Problem("layout.expert", "a dense model has no experts to distribute", "Use expert=1."))
     return tuple(problems)

@@ -13,7 +13,6 @@ from math import exp, log
 from typing import TypeVar
 
 from closeranks.core.errors import UserError
-from closeranks.facts.shapes.transformer import flops_per_token
 from closeranks.plan.step_time.constants import Constants
 from closeranks.plan.step_time.estimate import StepEstimator
 from closeranks.plan.validation.run_plan import RunPlan
@@ -129,7 +128,7 @@ def _gpu(row: RowError) -> tuple[str, str]:
 
 def _model_flops(row: RowError) -> float:
     workload = row.plan.workload
-    flops = flops_per_token(workload.shape, workload.seq_len) * workload.tokens_per_step
+    flops = workload.flops_per_sample * workload.global_batch
     again = 4 / 3 if row.plan.choice.recompute == "full" else 1.0
     return flops * again / row.plan.cluster.num_devices
 

@@ -37,7 +37,7 @@ class RunPlan:
 
     @property
     def kind(self) -> Kind:
-        if self.workload.shape.num_experts:
+        if self.workload.num_experts:
             return "experts"
         if self.choice.precision == "fp8":
             return "dense fp8"
