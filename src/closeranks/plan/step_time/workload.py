@@ -120,7 +120,7 @@ def choice_problems(workload: Workload, choice: PlanChoice, num_devices: int) ->
         problems.append(
             Problem("layout.data", f"{what}{choice.micro_batch}", "Use fewer data ranks or a larger global batch.")
         )
-    if layout.pipeline > 1 and layout.pipeline * choice.stages_per_rank > workload.num_blocks:
+    if layout.pipeline > 1 and layout.pipeline * choice.stages_per_rank > workload.num_blocks + 2:
         what = f"{workload.num_blocks} layers do not fill {layout.pipeline * choice.stages_per_rank} stages"
         problems.append(Problem("layout.pipeline", what, "Use fewer pipeline ranks."))
     if isinstance(workload.shape, ModuleTrace):

@@ -18,11 +18,11 @@ from closeranks.plan.memory.estimate import memory_estimate
 from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute, Workload, choice_problems
 from closeranks.plan.validation.run_cluster import cluster_of_run
 from closeranks.plan.validation.run_model import shape_of
+from closeranks.plan.validation.run_software import SHARDED, software_of
 from closeranks.plan.validation.run_table import PublishedRun, UnusableRun
 
 Kind = Literal["dense 16-bit", "dense fp8", "experts", "other"]
 
-_SHARDED = re.compile(r"fsdp|zero-?3|foundry|torchtitan|litgpt|automodel|fms|axolotl|accelerate", re.IGNORECASE)
 _LARGEST = 100_000
 """Samples of a micro-batch, ranks and stages: what is beyond is a slip of the row."""
 
@@ -104,7 +104,7 @@ def _layout(run: PublishedRun, cluster: Cluster) -> Layout | str:
 
 def _unstated_zero(run: PublishedRun, cluster: Cluster) -> int:
     """Megatron's optimizer is distributed by default on GPUs younger than the A100."""
-    if _SHARDED.search(run.note):
+    if SHARDED.search(run.note):
         return 3
     has_named = re.search(r"dist-?opt|distributed optimizer|zero-?1", run.note, re.IGNORECASE)
     return 1 if has_named or not _is_a100_or_older(cluster) else 0
@@ -115,35 +115,20 @@ def _is_a100_or_older(cluster: Cluster) -> bool:
 
 
 def _choice(run: PublishedRun, layout: Layout, workload: Workload, cluster: Cluster) -> PlanChoice:
-    software, precision = _software(run, layout), _precision(run, cluster)
-    # On A100 and V100, Megatron's sources and those in fp16 are older than FlashAttention.
-    is_old = _is_a100_or_older(cluster) and (software == "megatron" or precision == "fp16")
+    precision = _precision(run, cluster)
+    software = software_of(run, layout, precision, is_a100_or_older=_is_a100_or_older(cluster))
     choice = PlanChoice(
         layout,
         run.micro_batch or 1,
         "none",
         precision,
-        compiled=software == "megatron" or bool(re.search(r"compile|thunder|deepspeed", run.note, re.IGNORECASE)),
+        compiled=software.compiled,
         virtual_stages=run.interleave_v if run.interleave_v and run.interleave_v > 1 and layout.pipeline > 1 else 0,
-        fused_attention=not is_old or bool(re.search(r"flash", run.note, re.IGNORECASE)),
-        sequence_parallel=_splits_positions(run, is_old),
-        software=software,
+        fused_attention=software.fused_attention,
+        sequence_parallel=software.sequence_parallel,
+        software=software.name,
     )
     return replace(choice, recompute=_recompute(run, choice, workload, cluster))
-
-
-def _software(run: PublishedRun, layout: Layout) -> str:
-    if layout.pipeline > 1 or not (layout.zero == 3 or _SHARDED.search(f"{run.source} {run.note}")):
-        return "megatron"
-    return "fsdp"
-
-
-def _splits_positions(run: PublishedRun, is_old: bool) -> bool:
-    """With selective recompute, which came with it, and everywhere since."""
-    text = run.note.lower()
-    if "no sequence parallel" in text or "no sp" in text:
-        return False
-    return not is_old or "sequence parallel" in text or run.recompute == "selective"
 
 
 def _precision(run: PublishedRun, cluster: Cluster) -> Precision:
