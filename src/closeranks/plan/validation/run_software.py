@@ -1,7 +1,7 @@
 """Which training software ran a published run, and how does that software compute? From what the row names.
 
-Invariant: decided from names and hardware alone, never from a measured time; a family stands for all software that works
-in the same way, as docs/plan-models.md says.
+Invariant: decided from names and hardware alone, never from a measured time; a family stands for all software that
+works in the same way.
 """
 
 from __future__ import annotations
