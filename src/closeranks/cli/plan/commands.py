@@ -6,17 +6,24 @@ import importlib
 
 import typer
 
+from closeranks.cli.plan.group import PlanGroup
+
 HELP = """Say what to expect of a run before its machines are paid for.
 
-Nothing is started and torch is not imported, except by calibrate, which measures.
+Nothing is started and torch is not imported, except by calibrate, which measures, and for a model of your own.
 
 \b
+  closeranks plan job.toml --cluster 64xh100           every layout: time, memory, days, money; and why
+  closeranks plan job.toml --cluster 64xh100 --out planned.toml     the best of them, as a job file to train
+  closeranks plan scale job.toml --cluster h100 --from 8 --to 1024  how it scales, and what helps next
   closeranks plan goodput --devices 1024 --days 30     how much of the time trains, and how many spares pay
   closeranks plan calibrate job.toml                   measure this machine, for plans that rest on it
-"""
-VERBS = ("goodput", "calibrate")
 
-plan = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
+All options of the first: closeranks plan search --help
+"""
+VERBS = ("search", "scale", "goodput", "calibrate")
+
+plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @plan.callback()

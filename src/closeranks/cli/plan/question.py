@@ -1,0 +1,220 @@
+"""Turns what was typed (a job file, a cluster, options) into the question that a search answers.
+
+Invariant: everything that cannot be planned is one clear sentence before anything is searched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from closeranks.core.errors import ConfigError, Problem, UserError
+from closeranks.core.registry import did_you_mean, is_import_path
+from closeranks.facts.cluster import Cluster, find_cluster, with_devices
+from closeranks.facts.layout import Layout, LayoutConstraints
+from closeranks.plan.search.costs import CostBasis
+from closeranks.plan.search.search import PlanQuestion
+from closeranks.plan.search.space import SEARCHED_SCHEDULES, SearchSpace
+from closeranks.plan.step_time.workload import PlanChoice, Precision, Workload
+
+if TYPE_CHECKING:
+    from closeranks.plan.layouts import PlanningJob
+    from closeranks.run.job.job import Job
+
+KEEPABLE = ("layout", "micro-batch", "recompute", "precision", "compile", "schedule", "zero")
+_PLAN_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class JobQuestion:
+    """A job, and the question of how to run it on a cluster."""
+
+    job: Job
+    question: PlanQuestion
+    basis: CostBasis
+    own: PlanChoice | None
+    """The job's own choice; None if its layout does not take all devices of the cluster."""
+
+
+def job_question(
+    path: Path,
+    overrides: Sequence[str],
+    cluster_text: str,
+    *,
+    keep: Collection[str] = (),
+    tokens: str = "",
+    margin: float = 0.02,
+    calibration: Path | None = None,
+    failures: str = "",
+    num_devices: int = 0,
+) -> JobQuestion:
+    """``num_devices``: how many of the cluster's kind of device; 0: as the cluster says."""
+    from closeranks.facts.failures.failure_rates import load_failures
+    from closeranks.run.job.describe import describe_job
+    from closeranks.run.job.job import load_job
+
+    for name in keep:
+        if name not in KEEPABLE:
+            raise ConfigError(
+                [Problem("--keep", f"'{name}' is nothing that can be kept", did_you_mean(name, KEEPABLE))]
+            )
+    job = load_job(path, overrides).value
+    if is_import_path(job.model.name):
+        from closeranks.run.job.launch import add_job_folder_to_path
+
+        add_job_folder_to_path(path)
+    cluster = find_cluster(cluster_text)
+    cluster = with_devices(cluster, num_devices) if num_devices else cluster
+    planning_job = describe_job(job)
+    workload = workload_of(planning_job, job)
+    template = own_choice(job, planning_job.constraints, cluster)
+    question = PlanQuestion(
+        workload=workload,
+        constraints=planning_job.constraints,
+        cluster=cluster,
+        template=template,
+        space=search_space(template, planning_job.constraints, cluster, keep),
+        calibration=_calibration(calibration),
+        margin=margin,
+    )
+    budget = token_budget(tokens, job, workload)
+    basis = CostBasis(
+        _num_params(planning_job), job.train.global_batch, job.data.seq_len or 1, budget,
+        load_failures(failures or cluster.failures),
+    )  # fmt: skip
+    return JobQuestion(job, question, basis, template if template.layout.num_ranks == cluster.num_devices else None)
+
+
+def require_cluster(text: str, example: str) -> None:
+    if not text:
+        raise UserError("no cluster was named", f"Name one, such as {example}.")
+
+
+def workload_of(planning_job: PlanningJob, job: Job) -> Workload:
+    from closeranks.facts.shapes.transformer import from_llama
+
+    if planning_job.llama is None:
+        raise UserError(
+            f"the time of a step of the model '{job.model.name}' cannot be planned: its products are not known",
+            "Plan a job with a Llama, or one whose module can be traced.",
+        )
+    shape = from_llama(planning_job.llama)
+    return Workload(shape, job.data.seq_len, job.train.global_batch, planning_job.structure)
+
+
+def own_choice(job: Job, constraints: LayoutConstraints, cluster: Cluster) -> PlanChoice:
+    from closeranks.run.job.job import layout_for
+
+    return PlanChoice(
+        layout=layout_for(job, cluster.num_devices),
+        micro_batch=constraints.micro_batch,
+        recompute=job.train.recompute,
+        precision=_PLAN_PRECISIONS[job.train.precision],
+        compiled=job.train.compile,
+        optimizer=job.optim.name,
+    )
+
+
+def search_space(
+    own: PlanChoice, constraints: LayoutConstraints, cluster: Cluster, keep: Collection[str]
+) -> SearchSpace:
+    """On GPUs compiled and with the fastest precision that the job or mixed precision offers, unless they are kept."""
+    is_gpu = cluster.device.kind == "gpu"
+    own_layout = own.layout if "layout" in keep else None
+    peaks = cluster.device.peak_flops
+    mixed: list[Precision] = [one for one in ("bf16", "fp16") if is_gpu and one in peaks]
+    best = max([own.precision, *mixed[:1]], key=lambda one: peaks.get(one, 0.0))
+    space = SearchSpace()
+    schedules = (own.layout.schedule,) if "schedule" in keep else tuple(
+        dict.fromkeys((*SEARCHED_SCHEDULES, own.layout.schedule))
+    )  # fmt: skip
+    sizes = (own.micro_batch,) if "micro-batch" in keep else tuple(sorted({*space.micro_batches, own.micro_batch}))
+    return SearchSpace(
+        micro_batches=tuple(size for size in sizes if size <= constraints.global_batch),
+        recompute=(own.recompute,) if "recompute" in keep else space.recompute,
+        precisions=(own.precision,) if "precision" in keep else (best,),
+        compiled=(own.compiled,) if "compile" in keep or not is_gpu else (True,),
+        schedules=schedules,
+        zero_stages=(own.layout.zero,) if "zero" in keep else space.zero_stages,
+        layout=own_layout,
+    )
+
+
+def compared_choice(text: str, asked: JobQuestion) -> PlanChoice:
+    """``"tensor=8 data=8 micro_batch=2 recompute=full precision=bf16 compile=true offload=true"``: axes as in a layout,
+    and settings of the plan. What is not said is the job's; data takes the devices that are left."""
+    template, cluster = asked.question.template, asked.question.cluster
+    axes, settings = [], {}
+    for word in text.replace(",", " ").split():
+        key, _, value = word.partition("=")
+        if key in _SETTINGS:
+            settings[key] = value
+        else:
+            axes.append(word)
+    layout = Layout.parse(" ".join(axes))
+    if not any(word.startswith("data=") for word in axes):
+        others = layout.tensor * layout.pipeline * layout.context
+        layout = replace(layout, data=max(1, cluster.num_devices // others))
+    space = asked.question.space
+    chosen = replace(template, layout=layout, precision=space.precisions[0], compiled=space.compiled[0])
+    return _with_settings(chosen, settings)
+
+
+_SETTINGS = ("micro_batch", "recompute", "precision", "compile", "offload", "virtual_stages")
+
+
+def _with_settings(choice: PlanChoice, settings: dict[str, str]) -> PlanChoice:
+    for key, value in settings.items():
+        if key in ("micro_batch", "virtual_stages"):
+            if not value.isdecimal() or (key == "micro_batch" and int(value) < 1):
+                raise ConfigError([Problem(key, f"'{value}' is not a whole number", f"Write {key}=2, say.")])
+            choice = replace(choice, **{key: int(value)})  # type: ignore[arg-type]
+        elif key in ("compile", "offload"):
+            name = "compiled" if key == "compile" else key
+            choice = replace(choice, **{name: _one_of(key, value, ("true", "false")) == "true"})  # type: ignore[arg-type]
+        else:
+            known = ("none", "selective", "full") if key == "recompute" else ("fp32", "bf16", "fp16", "fp8")
+            choice = replace(choice, **{key: _one_of(key, value, known)})  # type: ignore[arg-type]
+    return choice
+
+
+def _one_of(key: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ConfigError([Problem(key, f"there is no '{value}'", did_you_mean(value, known))])
+    return value
+
+
+def token_budget(text: str, job: Job, workload: Workload) -> float | None:
+    """``300B`` tokens; empty: those of the job's steps, if it says how many."""
+    per_step = job.train.global_batch * (job.data.seq_len or 1)
+    if not text:
+        return float(job.train.steps) * per_step if job.train.steps else None
+    match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
+    budget = float(match[1].replace("_", "")) * _SUFFIXES[match[2]] if match else math.nan
+    if not math.isfinite(budget) or budget <= 0:
+        raise UserError(f"--tokens {text} is no number of tokens", "Write one such as 300B, 1.5T or 2e12.")
+    if budget < per_step:
+        raise UserError(
+            f"a budget of {text} tokens is less than one step, which takes {per_step:,}",
+            "Name more tokens, or a smaller train.global_batch.",
+        )
+    return budget
+
+
+def _num_params(planning_job: PlanningJob) -> float:
+    from closeranks.facts.shapes.model_structure import distinct_parameters
+
+    return float(sum(weight.numel(1) for weight in distinct_parameters(planning_job.structure.units)))
+
+
+def _calibration(path: Path | None):  # type: ignore[no-untyped-def]
+    if path is None:
+        return None
+    from closeranks.facts.calibration import load_calibration
+
+    return load_calibration(path)

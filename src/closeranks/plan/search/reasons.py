@@ -1,0 +1,83 @@
+"""Why did a plan win, and what would another one need to win? One sentence each.
+
+Invariant: a reason names a part of the estimated time or a number of bytes; nothing is claimed that the estimates do
+not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from closeranks.plan.search.search import Plan, SearchResult
+
+_LINK_PARTS = {
+    "tensor communication": "the link inside a host",
+    "data communication": "the link of the data axis",
+    "context communication": "the link of the context axis",
+    "expert communication": "the link of the expert axis",
+    "pipeline sends": "the link between stages",
+}
+_GIB = 1 << 30
+
+
+def why_winner(result: SearchResult) -> str:
+    winner, fastest = result.winner, result.fastest
+    if winner is None or fastest is None:
+        return ""
+    layout = winner.choice.layout
+    if winner is fastest:
+        text = f"{layout} is the fastest of the layouts that fit"
+    else:
+        gain = 1 - fastest.step.seconds / winner.step.seconds
+        text = (
+            f"{layout} is the simplest within {100 * result.question.margin:g}% of the fastest: "
+            f"{fastest.choice.layout} would gain {100 * gain:.1f}% and has more moving parts"
+        )
+    return ". ".join(filter(None, (text, _largest_parts(winner), _faster_misses(result)))) + "."
+
+
+def _largest_parts(plan: Plan) -> str:
+    parts = sorted(plan.step.parts, key=lambda part: -part.seconds)[:3]
+    named = (f"{part.name} {100 * part.seconds / plan.step.seconds:.0f}%" for part in parts if part.seconds > 0)
+    return f"Its time: {', '.join(named)}"
+
+
+def _faster_misses(result: SearchResult) -> str:
+    if not result.misses:
+        return ""
+    miss, best = result.misses[0], result.plans[0]
+    faster = 100 * (1 - miss.step.seconds / best.step.seconds)
+    missing = miss.memory.missing_bytes
+    by = f"misses by {missing / _GIB:,.1f} GiB" if missing else "leaves too little memory free to be sure"
+    settings = f"micro_batch={miss.choice.micro_batch} recompute={miss.choice.recompute}"
+    return f"Of the faster ones {miss.choice.layout} with {settings} comes nearest: {faster:.1f}% faster, it {by}"
+
+
+def runner_up_needs(plan: Plan, winner: Plan) -> str:
+    """What it loses, where, and how much less of that it would need."""
+    gap = plan.step.seconds - winner.step.seconds
+    if gap <= 0:
+        return f"{-100 * gap / winner.step.seconds:.1f}% faster, and has more moving parts than the winner"
+    behind = f"{100 * gap / winner.step.seconds:.1f}% slower"
+    mine, theirs = _seconds_by_part(plan), _seconds_by_part(winner)
+    name = max(mine, key=lambda part: mine[part] - theirs.get(part, 0.0))
+    excess = mine[name] - theirs.get(name, 0.0)
+    if excess <= 0:
+        return f"{behind}, a little in every part"
+    more = f"{behind}, mostly {name} ({mine[name]:.3g} s against {theirs.get(name, 0.0):.3g} s)"
+    left = mine[name] - gap
+    if left <= 0:
+        return f"{more}; without any of it, it would still lose"
+    return f"{more}; {_needed(name, mine[name] / left, left)}"
+
+
+def _needed(name: str, factor: float, seconds: float) -> str:
+    if name in _LINK_PARTS:
+        return f"it needs {_LINK_PARTS[name]} {factor:.2g} times as fast, or that much more of it hidden"
+    if name == "pipeline bubble":
+        return f"it needs {factor:.2g} times as many micro-batches in a step (a larger global batch)"
+    return f"it needs that at {seconds:.3g} s or less"
+
+
+def _seconds_by_part(plan: Plan) -> Mapping[str, float]:
+    return {part.name: part.seconds for part in plan.step.parts}

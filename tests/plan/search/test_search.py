@@ -1,0 +1,132 @@
+"""A search ranks what fits, says what does not, and prefers what is simple."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from closeranks.facts.cluster import parse_cluster
+from closeranks.facts.layout import Layout, LayoutConstraints
+from closeranks.facts.shapes.llama import PRESETS, llama_structure
+from closeranks.facts.shapes.transformer import from_llama
+from closeranks.plan.search.changes import single_changes, smallest_fitting_change
+from closeranks.plan.search.plan_text import nothing_fits_text, tensor_host_warning
+from closeranks.plan.search.reasons import runner_up_needs, why_winner
+from closeranks.plan.search.search import PlanEstimator, PlanQuestion, layout_key, search_plans, simplest_within
+from closeranks.plan.search.space import SearchSpace
+from closeranks.plan.step_time.workload import PlanChoice, Workload
+
+
+def question(preset: str, cluster: str, global_batch: int = 256, seq_len: int = 4096) -> PlanQuestion:
+    shape = PRESETS[preset]
+    needs = LayoutConstraints(
+        global_batch=global_batch, micro_batch=1, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        num_layers=shape.num_layers, vocab_size=shape.vocab_size, ffn_dim=shape.ffn_dim, seq_len=seq_len,
+    )  # fmt: skip
+    workload = Workload(from_llama(shape), seq_len, global_batch, llama_structure(shape, seq_len))
+    return PlanQuestion(workload, needs, parse_cluster(cluster), PlanChoice(Layout()))
+
+
+def test_the_best_of_each_layout_is_listed_fastest_first() -> None:
+    result = search_plans(question("13b", "64xh100"))
+    times = [plan.step.seconds for plan in result.plans]
+    keys = [layout_key(plan.choice.layout) for plan in result.plans]
+    assert len(result.plans) >= 10
+    assert times == sorted(times)
+    assert len(set(keys)) == len(keys)
+    assert all(plan.fits for plan in result.plans)
+
+
+def test_nothing_faster_that_fits_is_left_out() -> None:
+    """Against every choice, estimated one by one."""
+    asked = replace(question("8b", "16xa100"), margin=0.0)
+    result = search_plans(asked, limit=5)
+    everything = search_plans(asked, limit=0)
+    assert result.num_choices == everything.num_choices
+    assert [plan.choice.layout for plan in result.plans[:5]] == [plan.choice.layout for plan in everything.plans[:5]]
+    assert len(everything.plans) > len(result.plans)
+
+
+def test_what_is_faster_and_too_big_is_kept() -> None:
+    result = search_plans(question("70b", "64xh100"))
+    assert result.misses
+    assert all(plan.step.seconds <= result.plans[0].step.seconds for plan in result.misses)
+    sizes = [plan.memory.total_bytes for plan in result.misses]
+    assert sizes == sorted(sizes)
+    assert all(not plan.fits for plan in result.misses)
+    assert "Of the faster ones" in why_winner(result)
+
+
+def test_a_simple_plan_wins_within_the_margin() -> None:
+    asked = question("8b", "16xh100")
+    estimator = PlanEstimator(asked)
+    plans = [
+        estimator.plan(PlanChoice(layout, recompute="full"))
+        for layout in (Layout(16, zero=3), Layout(4, zero=1, tensor=4), Layout(2, zero=3, tensor=2, pipeline=4))
+    ]
+    by_time = sorted(plans, key=lambda plan: plan.step.seconds)
+    by_parts = sorted(plans, key=lambda plan: plan.complexity)
+    assert [plan.complexity for plan in by_parts] == [4, 5, 9]
+    assert simplest_within(plans, 0.0) is by_time[0]
+    assert simplest_within(plans, 10.0) is by_parts[0]
+    needed = by_time[1].step.seconds / by_time[0].step.seconds - 1
+    assert simplest_within(by_time[:2], needed + 1e-9) is min(by_time[:2], key=lambda plan: plan.complexity)
+    loose = search_plans(replace(asked, margin=0.5))
+    assert loose.winner is not loose.plans[0] or "fastest" in why_winner(loose)
+
+
+def test_a_runner_up_says_what_it_would_need() -> None:
+    result = search_plans(question("70b", "128xh100"))
+    slower = result.plans[-1]
+    text = runner_up_needs(slower, result.plans[0])
+    behind = slower.step.seconds / result.plans[0].step.seconds - 1
+    assert text.startswith(f"{100 * behind:.1f}% slower, mostly ")
+    assert runner_up_needs(result.plans[0], slower).endswith("more moving parts than the winner")
+
+
+def test_nothing_fits_says_by_how_much_and_what_would() -> None:
+    asked = question("70b", "8xh100")
+    result = search_plans(asked)
+    assert result.winner is None
+    assert result.closest is not None
+    change = smallest_fitting_change(result.closest, asked, PlanEstimator(asked))
+    text = nothing_fits_text(result, change)
+    assert f"{result.closest.memory.missing_bytes / 2**30:,.1f} GiB too much" in text
+    assert ("planned only" in text) if change else ("No single change" in text)
+
+
+def test_the_smallest_change_that_fits_is_a_setting_before_an_axis() -> None:
+    asked = question("8b", "8xa100", global_batch=512)
+    estimator = PlanEstimator(asked)
+    plan = estimator.plan(PlanChoice(Layout(8, zero=3), micro_batch=8, compiled=True))
+    assert not plan.fits
+    change = smallest_fitting_change(plan, asked, estimator)
+    assert change is not None
+    assert change.plan.fits
+    assert change.what.startswith(("recompute", "micro_batch"))
+
+
+def test_single_changes_differ_in_one_thing_and_mark_what_is_planned_only() -> None:
+    asked = question("8b", "16xh100")
+    estimator = PlanEstimator(asked)
+    plan = estimator.plan(PlanChoice(Layout(8, zero=3, tensor=2), recompute="full"))
+    changes = single_changes(plan, asked, estimator)
+    by_name = {change.what: change for change in changes}
+    assert by_name["offload"].planned_only == ("offload",)
+    assert by_name["precision = fp8"].planned_only == ("fp8",)
+    assert by_name["context = 2"].planned_only == ("context=2",)
+    assert not by_name["recompute = none"].planned_only
+    assert all(change.plan.choice.layout.num_ranks == 16 for change in changes)
+    assert {"tensor = 4", "tensor = 1", "pipeline = 2", "zero = 1", "micro_batch = 2"} <= set(by_name)
+
+
+def test_tensor_across_hosts_is_named() -> None:
+    cluster = parse_cluster("32xh100")
+    assert "Use tensor=8" in tensor_host_warning(Layout(2, tensor=16), cluster)
+    assert tensor_host_warning(Layout(4, tensor=8), cluster) == ""
+
+
+def test_only_the_layout_that_is_kept() -> None:
+    asked = question("8b", "16xh100")
+    layout = Layout(8, zero=3, tensor=2)
+    result = search_plans(replace(asked, space=SearchSpace(layout=layout)))
+    assert {plan.choice.layout for plan in result.plans} == {layout}
