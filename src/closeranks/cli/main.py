@@ -31,6 +31,7 @@ A first tour:
   closeranks train job.toml train.steps=200    change any value of the job
   closeranks config job.toml --explain         every value, its origin, its meaning
   closeranks layout ls job.toml -n 8           every layout on eight workers, and what each costs
+  closeranks plan job.toml --cluster 64xh100   which layout, how long, how much; and a job file of it
   closeranks plan goodput --devices 1024       a month of failures: what trains, how many spares pay
   closeranks status runs/tiny                  workers, hosts, step, last events
   closeranks doctor runs/tiny                  what holds it back, what to change, what that gains
