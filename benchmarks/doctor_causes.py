@@ -59,7 +59,7 @@ PLANTED = (
     Planted(
         "fp16-overflow",
         "loss-scale",
-        TINY,
+        OWN,
         ("train.precision=fp16", "optim.loss_scale.interval=1", "optim.loss_scale.growth=1024"),
         num_workers=1,
     ),

@@ -186,6 +186,15 @@ def test_smaller_micro_batches_are_not_advised_where_they_cost_as_much_as_they_s
         assert [str(change) for change in finding.changes] == changes
 
 
+@pytest.mark.parametrize(("waits", "found"), [(0.0, []), (0.6, ["small-micro-batch"])])
+def test_micro_batches_of_unknown_flops_must_be_short_without_other_programs(waits: float, found: list[str]) -> None:
+    """Four of one sample, 22.5 ms each: too long, unless they waited for a processor for more than half of it."""
+    used = {0: Resources(seconds=5.0, process={"run_wait_share": waits})}
+    about = {"micro_batch": 1, "global_batch": 4, "device_memory_bytes": 64 << 30}
+    made = facts(started=about, done={"memory_bytes": 1 << 30}, used=used)
+    assert [one.cause for one in diagnose(made).findings] == found
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("settings", [{}, {"train": {"compile": False, "recompute": "none", "eval_every": 10}}])
 def test_a_healthy_run_has_no_finding(num_ranks: int, settings: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ _MOST_COST_S, _MOST_COST_ON_CPU_S = 0.02, 0.003
 """What a micro-batch may cost beyond arithmetic: some thousand kernels or calls of operators."""
 _FEW, _FEW_ON_CPU = (64, 8192), 16
 """Samples, or tokens, with which a matrix product is still small."""
-_VERY_FEW = 4
-"""Samples of a micro-batch, where the FLOPs are not known."""
+_VERY_FEW, _SHORT_S, _SHORT_ON_CPU_S = 4, 0.02, 0.01
+"""Samples of a micro-batch, and the time it takes, where the FLOPs are not known."""
 _MOST = 8
 """Micro-batches are joined at most so many at a time: memory grows as fast."""
 _FULL = 0.75
@@ -56,12 +56,13 @@ def find(facts: RunFacts) -> Iterator[Finding]:
 
 def _cost_s(facts: RunFacts) -> float:
     """What the micro-batches of a step cost beyond their arithmetic."""
-    most_s = facts.num_micro * (_MOST_COST_ON_CPU_S if facts.is_cpu else _MOST_COST_S)
     if facts.reached:  # what is far from the peak is taken for such cost, up to what that can be
-        low = _LOW_ON_CPU if facts.is_cpu else _LOW
-        return min(facts.computing_s * (1 - facts.reached / low), most_s)
-    is_short = facts.started.micro_batch <= _VERY_FEW and facts.computing_s <= most_s
-    return facts.computing_s if is_short else 0.0
+        low, most_s = (_LOW_ON_CPU, _MOST_COST_ON_CPU_S) if facts.is_cpu else (_LOW, _MOST_COST_S)
+        return min(facts.computing_s * (1 - facts.reached / low), facts.num_micro * most_s)
+    waits = max((facts.used_mean(rank, "process", "run_wait_share") for rank in facts.resources), default=0.0)
+    undisturbed_s = facts.computing_s * (1 - waits) / facts.num_micro
+    is_short = undisturbed_s <= (_SHORT_ON_CPU_S if facts.is_cpu else _SHORT_S)
+    return facts.computing_s if facts.started.micro_batch <= _VERY_FEW and is_short else 0.0
 
 
 def _reason(facts: RunFacts) -> str:
