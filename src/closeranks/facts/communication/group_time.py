@@ -108,13 +108,18 @@ def all_reduce_seconds(num_bytes: float, links: GroupLinks) -> float:
     return min(2 * gather_seconds(num_bytes, links), tree)
 
 
-def all_to_all_seconds(num_bytes: float, links: GroupLinks) -> float:
-    """Every rank holds this many bytes, and sends an equal part of them to each rank."""
-    ranks, per_host = links.group.num_ranks, links.group.per_host
+def all_to_all_seconds(num_bytes: float, links: GroupLinks, copies: int = 1) -> float:
+    """Every rank holds this many bytes, and sends an equal part of them to each rank.
+
+    With ``copies``, each datum is among the bytes so many times, for random ranks: a host receives it once and passes
+    it on inside.
+    """
+    ranks, per_host, hosts = links.group.num_ranks, links.group.per_host, links.group.num_hosts
     if ranks == 1 or num_bytes <= 0:
         return 0.0
-    away = (ranks - per_host) / ranks * num_bytes / links.between_bytes_per_s
-    near = (per_host - 1) / ranks * num_bytes / links.inside.effective_bytes_per_s
+    distinct = hosts * (1 - (1 - 1 / hosts) ** copies) / copies if hosts > 1 else 1.0
+    away = (ranks - per_host) / ranks * distinct * num_bytes / links.between_bytes_per_s
+    near = (ranks - 1) / ranks * num_bytes / links.inside.effective_bytes_per_s if per_host > 1 else 0.0
     return links.ring_latency_s / max(1, math.log2(ranks)) + max(away, near)
 
 

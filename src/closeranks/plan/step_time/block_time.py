@@ -107,7 +107,9 @@ class TransformerTimer:
             self._product(rows, wide * inner, shape.dim, choice),
             self._product(rows, shape.dim, inner, choice),
         )
-        forward, backward = here * (first.forward + last.forward), here * (first.backward + last.backward)
+        model = self._times.constants.experts
+        forward = here * (first.forward + last.forward) / model.efficiency + model.layer_s
+        backward = here * (first.backward + last.backward) / model.efficiency + model.layer_s
         if shape.num_shared_experts:
             shared = shape.num_shared_experts * inner
             one = self._product(tokens, wide * shared, shape.dim, choice)

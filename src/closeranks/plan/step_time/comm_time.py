@@ -101,7 +101,7 @@ def expert_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, gro
     if choice.layout.expert == 1:
         return _NONE
     sent = 2.0 * shape.experts_per_token * tokens / choice.layout.tensor * shape.dim
-    each = 2 * all_to_all_seconds(sent, groups.expert)
+    each = 2 * all_to_all_seconds(sent, groups.expert, shape.experts_per_token)
     return ForwardBackward(each, each)
 
 

@@ -28,6 +28,14 @@ class OverlapModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertModel:
+    efficiency: float = 1.0
+    """Speed of the products of routed experts relative to evenly filled ones: some experts get more tokens."""
+    layer_s: float = 0.0
+    """Fixed time of routing in one block and direction: sorting, and waiting for the sizes of what is sent."""
+
+
+@dataclass(frozen=True, slots=True)
 class Software:
     """How a family of training software runs a step."""
 
@@ -67,6 +75,7 @@ class Constants:
     attention: AttentionModel
     memory: MemoryModel
     overlap: OverlapModel
+    experts: ExpertModel
     software: Mapping[str, Software]
 
     def of(self, software: str) -> Software:
@@ -87,5 +96,6 @@ def parse_constants(values: Mapping[str, Any]) -> Constants:
         AttentionModel(**values["attention"]),
         MemoryModel(**values["memory"]),
         OverlapModel(**values["overlap"]),
+        ExpertModel(**values["experts"]),
         {name: Software(**entry) for name, entry in values["software"].items()},
     )

@@ -16,7 +16,7 @@ from closeranks.plan.step_time.constants import Constants, frozen_constants
 from closeranks.plan.step_time.micro_cost import MicroCosts
 from closeranks.plan.step_time.model_figures import model_figures
 from closeranks.plan.step_time.operation_times import OperationTimes
-from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
+from closeranks.plan.step_time.stage_loads import RankLoad, load_counts
 from closeranks.plan.step_time.step_parts import StepPart as StepPart
 from closeranks.plan.step_time.step_parts import StepParts
 from closeranks.plan.step_time.workload import PlanChoice, Workload, choice_problems
@@ -70,7 +70,7 @@ class StepEstimator:
             choice,
             num_micro,
             self._micro.of(choice, groups),
-            self._rank_loads(choice),
+            self._load_counts(choice),
             groups,
             self._times,
         ).collect()
@@ -81,10 +81,10 @@ class StepEstimator:
             seconds, parts, self._figures.flops * per_flop, hardware * per_flop, workload.tokens_per_step / seconds
         )
 
-    def _rank_loads(self, choice: PlanChoice) -> tuple[RankLoad, ...]:
+    def _load_counts(self, choice: PlanChoice) -> tuple[tuple[RankLoad, int], ...]:
         is_balanced = self._times.constants.of(choice.software).balances_stages
         layout = choice.layout
-        return rank_loads(
+        return load_counts(
             self._figures, layout.pipeline, choice.stages_per_rank, layout.schedule, is_balanced=is_balanced
         )
 

@@ -6,6 +6,7 @@ the last.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,16 @@ def rank_loads(
     )
 
 
+def load_counts(
+    figures: ModelFigures, pipeline: int, per_rank: int, schedule: str, *, is_balanced: bool
+) -> tuple[tuple[RankLoad, int], ...]:
+    """The different loads, and how many pipeline ranks have each."""
+    if pipeline == 1:
+        return ((RankLoad(figures.num_blocks, 1, 1), 1),)
+    cut = PipelineShape(pipeline, per_rank, schedule, is_balanced)
+    return _load_counts(figures.num_blocks, figures.block_flops, figures.last_flops, cut)
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
     """How a model is cut."""
@@ -59,6 +70,13 @@ def _rank_loads(num_blocks: int, block_flops: float, last_flops: float, cut: Pip
     else:
         places = [range(rank, num_stages, cut.num_ranks) for rank in range(cut.num_ranks)]
     return tuple(_sum([stages[number] for number in place]) for place in places)
+
+
+@cache
+def _load_counts(
+    num_blocks: int, block_flops: float, last_flops: float, cut: PipelineShape
+) -> tuple[tuple[RankLoad, int], ...]:
+    return tuple(Counter(_rank_loads(num_blocks, block_flops, last_flops, cut)).items())
 
 
 def _sum(loads: Sequence[RankLoad]) -> RankLoad:

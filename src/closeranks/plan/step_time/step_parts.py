@@ -45,7 +45,7 @@ class StepParts:
         choice: PlanChoice,
         num_micro: int,
         micro: MicroCost,
-        loads: Sequence[RankLoad],
+        loads: Sequence[tuple[RankLoad, int]],
         groups: LayoutGroups,
         times: OperationTimes,
     ) -> None:
@@ -58,10 +58,11 @@ class StepParts:
         overlap = times.constants.overlap
         self._overlap = overlap if can_overlap else replace(overlap, hidden=0.0)
         self._block = ForwardBackward(self._mixed(_forward), self._mixed(_backward))
-        seconds = {load: self._rank_seconds(load) for load in set(loads)}
-        self._fullest = max(seconds, key=lambda load: _both(seconds[load]))
-        self._seconds = seconds[self._fullest]
-        self._all_ranks_s = sum(_both(seconds[load]) for load in loads)
+        seconds = [self._rank_seconds(load) for load, _ in loads]
+        totals = [_both(one) for one in seconds]
+        fullest = totals.index(max(totals))
+        self._fullest, self._seconds = loads[fullest][0], seconds[fullest]
+        self._all_ranks_s = sum(total * count for total, (_, count) in zip(totals, loads, strict=True))
 
     def collect(self) -> tuple[StepPart, ...]:
         parts = (*self._computation(), *self._communication(), *self._once_per_step())
@@ -124,7 +125,7 @@ class StepParts:
 
     def _once_per_step(self) -> Iterator[tuple[str, float]]:
         choice, block = self._choice, self._block_params()
-        num_params = max(load.num_blocks for load in set(self._loads)) * block + self._end_params()
+        num_params = max(load.num_blocks for load, _ in self._loads) * block + self._end_params()
         traffic = data_traffic(num_params, block, choice, self._groups, self._software)
         yield "data communication", self._data_s(traffic)
         own = num_params / self._groups.num_shards
@@ -146,7 +147,7 @@ class StepParts:
             tied = 0.0 if load.num_embeddings else figures.tied_params
             return load.num_embeddings * figures.first_params + load.num_heads * (figures.last_params + tied)
 
-        return max(held(load) for load in set(self._loads)) / self._choice.layout.tensor
+        return max(held(load) for load, _ in self._loads) / self._choice.layout.tensor
 
     def _data_s(self, traffic: DataTraffic) -> float:
         exposed = exposed_seconds(traffic.gradients_s, self._seconds.backward, self._overlap) + traffic.weights_s

@@ -23,6 +23,7 @@ from closeranks.plan.validation.run_table import PublishedRun, UnusableRun
 
 Kind = Literal["dense 16-bit", "dense fp8", "experts", "other"]
 
+_CLEARLY_TOO_LARGE = 1.5
 _LARGEST = 100_000
 """Samples of a micro-batch, ranks and stages: what is beyond is a slip of the row."""
 
@@ -59,6 +60,8 @@ def plan_runs(runs: Iterable[PublishedRun]) -> tuple[list[RunPlan], list[Unusabl
 def plan_of(run: PublishedRun) -> RunPlan | str:
     if reason := next(_missing(run), None):
         return reason
+    if "fp4" in run.precision.lower():
+        return "its precision is not modelled"
     shape, cluster = shape_of(run), cluster_of_run(run)
     if isinstance(shape, str) or isinstance(cluster, str):
         return shape if isinstance(shape, str) else cast("str", cluster)
@@ -135,7 +138,7 @@ def _precision(run: PublishedRun, cluster: Cluster) -> Precision:
     text = run.precision.lower()
     if not text and re.search(r"\bfp8\b|float8", run.note, re.IGNORECASE):
         return "fp8"
-    if "8" in text or "fp4" in text:
+    if "8" in text:
         return "fp8"
     if text.startswith(("fp32", "float32", "tf32")):
         return "fp32"
@@ -145,9 +148,9 @@ def _precision(run: PublishedRun, cluster: Cluster) -> Precision:
 
 
 def _recompute(run: PublishedRun, choice: PlanChoice, workload: Workload, cluster: Cluster) -> Recompute:
-    """As published; else the cheapest that fits the device's memory."""
+    """As published; else none, unless that would clearly not fit the device's memory."""
     text = run.recompute.lower()
     if text:
         return "full" if text.startswith("full") else "selective" if text.startswith("sel") else "none"
-    fits = memory_estimate(workload, choice, cluster).verdict != "does not fit"
-    return "none" if fits else "full"
+    estimate = memory_estimate(workload, choice, cluster)
+    return "full" if estimate.total_bytes > _CLEARLY_TOO_LARGE * estimate.capacity_bytes else "none"

@@ -45,6 +45,8 @@ def _name(run: PublishedRun, layout: Layout, *, is_a100_or_older: bool) -> str:
     text = f"{run.source} {run.table_or_figure} {run.note}"
     if layout.zero == 3 and re.search(r"deepspeed", text, re.IGNORECASE):
         return "deepspeed"
+    if re.search(r"nemo|bridge", run.source, re.IGNORECASE) and "automodel" not in run.source.lower():
+        return "megatron-core"
     if layout.pipeline == 1 and (layout.zero == 3 or SHARDED.search(f"{run.source} {run.note}")):
         return "composer" if _COMPOSER.search(text) else "fsdp"
     if _PYTORCH.search(text):
