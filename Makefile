@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 # Where a machine forbids it, every process of every test would compile all modules anew: a third of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data bench-telemetry servers clean
+.PHONY: help install demo test test-part test-slow golden matrix drills hostile house soak lint format bench bench-data bench-telemetry plan-validate servers clean
 
 help:
 	@echo "make demo       train a small Llama on two workers, kill one half-way, draw its curve, let it speak (a minute or two)"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench      every benchmark that runs here; each ends with one line of JSON"
 	@echo "make bench-data how fast samples arrive, against six other loaders (about 15 minutes, a venv of its own)"
 	@echo "make bench-telemetry what telemetry costs and finds, against TraceML (about 10 minutes, in the same venv)"
+	@echo "make plan-validate how far predicted step times and peaks of memory are from published ones (seconds)"
 	@echo "make install    only make .venv"
 
 install: $(VENV)/.installed
@@ -109,6 +110,9 @@ bench-data:
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data,peers-data]'
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps litdata mosaicml-streaming
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python benchmarks/data.py
+
+plan-validate: install
+	$(BIN)/closeranks plan validate --runs benchmarks/plan_runs.csv
 
 bench-telemetry:
 	test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)

@@ -18,10 +18,11 @@ Nothing is started and torch is not imported, except by calibrate, which measure
   closeranks plan scale job.toml --cluster h100 --from 8 --to 1024  how it scales, and what helps next
   closeranks plan goodput --devices 1024 --days 30     how much of the time trains, and how many spares pay
   closeranks plan calibrate job.toml                   measure this machine, for plans that rest on it
+  closeranks plan validate --runs runs.csv             predict published runs, and compare with what was measured
 
 All options of the first: closeranks plan search --help
 """
-VERBS = ("search", "scale", "goodput", "calibrate")
+VERBS = ("search", "scale", "goodput", "calibrate", "validate")
 
 plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 

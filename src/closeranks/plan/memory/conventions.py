@@ -40,7 +40,13 @@ MEGATRON = StateConvention("megatron-18", 2, 4, 4, has_early_gradients=True)
 SHARDED_16 = StateConvention("fsdp-16", 4, 4, 0)
 CONVENTIONS = {one.name: one for one in (OWN, MIXED_16, LEAN_12, MEGATRON, SHARDED_16)}
 
-_OF_SOFTWARE = {"closeranks": OWN, "megatron": MEGATRON, "fsdp": SHARDED_16}
+_OF_SOFTWARE = {
+    "closeranks": OWN,
+    "megatron": MEGATRON,
+    "megatron-core": MEGATRON,
+    "fsdp": SHARDED_16,
+    "composer": SHARDED_16,
+}
 
 
 def convention_of(software: str) -> StateConvention:
@@ -52,3 +58,8 @@ def find_convention(name: str) -> StateConvention:
     if name not in CONVENTIONS:
         raise ConfigError([Problem("memory", f"there is no convention '{name}'", did_you_mean(name, CONVENTIONS))])
     return CONVENTIONS[name]
+
+
+def has_fused_kernels(software: str) -> bool:
+    """Whether norms and activations are fused without a compiler, and keep their inputs only."""
+    return software.startswith("megatron") or software == "deepspeed"

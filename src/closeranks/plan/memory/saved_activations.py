@@ -8,12 +8,13 @@ the bytes are exactly those counts.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from closeranks.facts.memory.activations import (
     ActivationSettings,
+    Keep,
     block_saved_bytes,
     block_working_bytes,
     embedding_saved_bytes,
@@ -23,8 +24,11 @@ from closeranks.facts.memory.activations import (
 from closeranks.facts.memory.state_bytes import Precision, element_bytes
 from closeranks.facts.shapes.llama import LlamaShape
 from closeranks.facts.shapes.transformer import TransformerShape
+from closeranks.plan.memory.conventions import has_fused_kernels
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
+_SHARDED = frozenset({"fsdp", "composer"})
+_ATTENTION: tuple[Keep, ...] = ("attention",)
 _SCORE_BYTES = 5
 """Of each pair of query and key where attention is not fused: probabilities, their dropout mask and their product."""
 
@@ -51,14 +55,17 @@ def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivation
     dense = _block(shape, settings, workload, choice, is_expert=False)
     expert = _block(shape, settings, workload, choice, is_expert=True) if share else dense
     ends = _as_llama(shape, is_compiled=settings.is_compiled, is_expert=False)
+    # Where blocks are compiled one by one, the loss is not; Megatron's converts the logits to float32 once, in place.
+    at_end = replace(settings, is_compiled=settings.is_compiled and choice.software not in _SHARDED)
+    copies = 3 if has_fused_kernels(choice.software) else 1
     width = element_bytes(settings.precision).stream
     tokens = settings.tokens_per_rank if choice.sequence_parallel else settings.num_tokens
     return SavedActivations(
         block=(1 - share) * dense.saved + share * expert.saved,
         working=max(dense.working, expert.working),
         embedding=embedding_saved_bytes(settings),
-        head=head_saved_bytes(ends, settings),
-        logits=head_working_bytes(ends, settings),
+        head=head_saved_bytes(ends, at_end),
+        logits=copies * head_working_bytes(ends, at_end),
         hidden=tokens * shape.dim * width,
     )
 
@@ -71,14 +78,14 @@ class _BlockBytes:
 
 def _settings(workload: Workload, choice: PlanChoice) -> ActivationSettings:
     recompute: Literal["none", "selective", "full"] = choice.recompute
-    if choice.software == "megatron" and recompute == "selective":
+    if has_fused_kernels(choice.software) and recompute == "selective":
         recompute = "none"  # only the scores of attention are computed again
     return ActivationSettings(
         num_tokens=choice.micro_batch * ceil(workload.seq_len / choice.layout.context),
         precision=_activation_precision(choice),
         tensor=choice.layout.tensor,
         recompute=recompute,
-        is_compiled=choice.compiled or choice.software == "megatron",
+        is_compiled=choice.compiled or has_fused_kernels(choice.software),
     )
 
 
@@ -94,12 +101,15 @@ def _block(
 ) -> _BlockBytes:
     llama = _as_llama(shape, is_compiled=settings.is_compiled, is_expert=is_expert)
     saved, whole = float(block_saved_bytes(llama, settings)), 0.0
+    if choice.software in _SHARDED and settings.recompute == "selective":
+        # Every other product is computed again (torchtitan), where this package keeps them all.
+        saved = (saved + block_saved_bytes(llama, replace(settings, keep=_ATTENTION))) / 2
     width = element_bytes(settings.precision)
     behind = (settings.num_tokens - settings.tokens_per_rank) * shape.dim
     if not choice.sequence_parallel:
         # The inputs of norms are then whole on every tensor rank; with full recompute only the block's input is kept.
         saved += behind * width.stream * (1 if choice.recompute == "full" else 2)
-    elif choice.software == "megatron" and settings.recompute == "none":
+    elif has_fused_kernels(choice.software) and settings.recompute == "none":
         saved -= 2 * behind * width.compute  # the gathered inputs of products are gathered again in backward
     if not choice.fused_attention:
         keys = workload.seq_len

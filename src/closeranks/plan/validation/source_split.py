@@ -23,3 +23,23 @@ def source_name(text: str) -> str:
 def side_of(source: str) -> Side:
     """Of a source's name: ``fit`` if the first byte of its SHA-256 is even."""
     return "held out" if sha256(source.encode()).digest()[0] % 2 else "fit"
+
+
+FITTED_ON = frozenset(
+    {
+        "EleutherAI/gpt-neox",
+        "NVIDIA-NeMo/Megatron-Bridge",
+        "NVIDIA/Megatron-LM",
+        "NVIDIA/NeMo",
+        "ai-papers.xuzou.cn/papers/opt_2022",
+        "deepspeedai/DeepSpeed",
+        "hpcaitech/ColossalAI",
+        "huggingface.co/spaces/nanotron/ultrascale-playbook",
+    }
+)
+"""The sources of our table on the fitting side: the constants have seen them. Every other source is unseen, also one
+that our table does not have."""
+
+
+def is_unseen(source: str) -> bool:
+    return source not in FITTED_ON

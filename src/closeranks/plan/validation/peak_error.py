@@ -1,0 +1,77 @@
+"""How far are predicted peaks of memory from published ones?
+
+Published is mostly what the allocator reserved: predictions are compared without what lies outside it. Invariant: a row
+whose micro-batch is not known has no prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from closeranks.plan.memory.estimate import memory_estimate
+from closeranks.plan.validation.run_plan import RunPlan, plan_of
+from closeranks.plan.validation.run_table import PublishedRun
+from closeranks.plan.validation.source_split import source_name
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PeakError:
+    """One published peak beside its prediction."""
+
+    plan: RunPlan
+    published_gib: float
+    predicted_gib: float
+    verdict: str
+
+    @property
+    def source(self) -> str:
+        return source_name(self.plan.run.source)
+
+    @property
+    def signed(self) -> float:
+        return self.predicted_gib / self.published_gib - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PeakSummary:
+    num_published: int
+    num_predicted: int
+    mean: float
+    bias: float
+    within_10: float
+    """Share of the predicted rows within 10%."""
+    num_refused: int
+    """Rows that ran, and of which the verdict is that they do not fit."""
+    num_borderline: int
+
+
+def peak_errors(runs: Iterable[PublishedRun]) -> tuple[list[PeakError], int]:
+    """The predictions, and the number of published peaks."""
+    published = [run for run in runs if run.memory_gib_per_gpu]
+    found = []
+    for run in published:
+        samples = run.global_batch or (run.micro_batch or 0) * (run.dp or 1)
+        plan = plan_of(replace(run, global_batch=samples or None, step_time_s=run.step_time_s or 1.0))
+        if isinstance(plan, str):
+            continue
+        estimate = memory_estimate(plan.workload, plan.choice, plan.cluster)
+        inside = estimate.total_bytes - estimate.part("device context and libraries")
+        found.append(PeakError(plan, run.memory_gib_per_gpu or 1.0, inside / _GIB, estimate.verdict))
+    return found, len(published)
+
+
+def summarize_peaks(errors: list[PeakError], num_published: int) -> PeakSummary:
+    signed = [error.signed for error in errors]
+    return PeakSummary(
+        num_published,
+        len(errors),
+        mean(map(abs, signed)) if signed else 0.0,
+        mean(signed) if signed else 0.0,
+        mean(abs(error) <= 0.10 for error in signed) if signed else 0.0,
+        sum(error.verdict == "does not fit" for error in errors),
+        sum(error.verdict == "borderline" for error in errors),
+    )

@@ -1,0 +1,137 @@
+"""Formats a validation as table rows, sentences and one line of JSON.
+
+Pure: a report in, text out. Invariant: the JSON has the fields ``name``, ``figures``, ``goal`` and ``met``, as every
+benchmark's last line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from closeranks.plan.validation.prediction_error import ErrorSummary, constant_efficiency, summarize
+from closeranks.plan.validation.report import (
+    JUDGED,
+    KINDS,
+    LEAST_RANK,
+    MOST_MEAN,
+    MOST_OF_A_SOURCE,
+    MOST_P90,
+    ValidationReport,
+    count_unusable,
+)
+
+Rows = list[tuple[str, ...]]
+"""The first is the heading."""
+GOAL = (
+    f"step time of unseen sources, {JUDGED}: mean {MOST_MEAN:.0%}, 90th percentile {MOST_P90:.0%}, no source above "
+    f"{MOST_OF_A_SOURCE:.0%}; rank correlation in sweeps {LEAST_RANK}"
+)
+NUMBERS = frozenset(
+    {"rows", "sources", "mean", "p90", "bias", "one constant", "left out", "measured s", "predicted s", "error", "GPUs"}
+)
+_HEAD = ("source", "kind", "side", "rows", "mean", "p90", "bias", "one constant", "left out")
+LEGEND = (
+    "mean, p90: absolute error of step time; bias: its mean with sign, below zero where predictions are too fast; one "
+    "constant: the mean error if every GPU kind had one efficiency, the best one for these very rows; left out: the "
+    "mean error after scaling all predictions by what the other sources say."
+)
+
+
+def source_rows(report: ValidationReport) -> Rows:
+    rows: Rows = [_HEAD]
+    for one in report.sources:
+        side = "unseen" if one.is_unseen else "fit"
+        rows.append((one.source, one.kind, side, *_figures(one.errors), _percent(one.constant), _percent(one.left_out)))
+    return rows
+
+
+def kind_rows(report: ValidationReport) -> Rows:
+    """Weighed by source."""
+    rows: Rows = [("weighed by source", "side", "sources", "rows", "mean", "p90", "bias", "one constant")]
+    for kind in KINDS:
+        for unseen in (True, False):
+            own = report.judged(kind, unseen=unseen)
+            if own:
+                found, constant = summarize(own), summarize(constant_efficiency(own))
+                side = "unseen" if unseen else "fit"
+                rows.append((kind, side, str(found.num_sources), *_figures(found), _percent(constant)))
+    return rows
+
+
+def _figures(found: ErrorSummary) -> tuple[str, str, str, str]:
+    return str(found.num_rows), _percent(found), f"{found.p90:.1%}", f"{found.bias:+.1%}"
+
+
+def _percent(found: ErrorSummary) -> str:
+    return f"{found.mean:.1%}"
+
+
+def every_row(report: ValidationReport) -> Rows:
+    rows: Rows = [("line", "source", "model", "GPUs", "of", "layout", "measured s", "predicted s", "error")]
+    for row in report.rows:
+        run, choice = row.plan.run, row.plan.choice
+        how = f"{choice.layout} micro {choice.micro_batch} {choice.recompute} {choice.precision}"
+        times = (f"{row.plan.measured_s:.4g}", f"{row.predicted_s:.4g}", f"{row.signed:+.1%}")
+        rows.append((str(run.number), row.source, run.model, str(run.gpu_count), run.gpu, how, *times))
+    return rows
+
+
+def unusable_rows(report: ValidationReport) -> Rows:
+    counts = count_unusable(report.unusable)
+    return [
+        ("not predicted", "rows", "because"),
+        *((source, str(count), reason) for (source, reason), count in counts.items()),
+    ]
+
+
+def sentences(report: ValidationReport) -> Iterator[str]:
+    yield f"{len(report.rows)} of {report.num_rows} rows predicted, {len(report.unusable)} not."
+    rank = report.rank_correlation
+    if rank is None:
+        yield "No sweep of unseen sources is long enough to compare rank order."
+    else:
+        num_rows = sum(sweep.num_rows for sweep in report.sweeps)
+        sweeps = f"{len(report.sweeps)} sweeps of unseen sources ({num_rows} rows)"
+        yield f"Rank order inside {sweeps}: {rank:.2f} (Spearman)."
+    peaks = report.peak_summary
+    if not peaks.num_predicted:
+        yield f"Memory: {peaks.num_published} rows publish a peak, none can be predicted."
+        return
+    yield (
+        f"Memory: {peaks.num_published} rows publish a peak, {peaks.num_predicted} can be predicted: mean error "
+        f"{peaks.mean:.1%}, bias {peaks.bias:+.1%}, {peaks.within_10:.0%} within 10%; of these runs "
+        f"{peaks.num_refused} would have been called impossible, {peaks.num_borderline} borderline."
+    )
+
+
+def validation_json(report: ValidationReport) -> dict[str, Any]:
+    figures: dict[str, Any] = {"rows": report.num_rows, "predicted": len(report.rows), "not": len(report.unusable)}
+    for kind in KINDS:
+        for unseen in (True, False):
+            own = report.judged(kind, unseen=unseen)
+            if own:
+                found, constant = summarize(own), summarize(constant_efficiency(own))
+                key = f"{kind}, {'unseen' if unseen else 'fit'}"
+                figures[key] = {**_json(found), "constant_mean": round(constant.mean, 4)}
+    figures["rank_correlation"] = None if report.rank_correlation is None else round(report.rank_correlation, 3)
+    peaks = report.peak_summary
+    figures["memory"] = {
+        "published": peaks.num_published,
+        "predicted": peaks.num_predicted,
+        "mean": round(peaks.mean, 4),
+        "bias": round(peaks.bias, 4),
+        "called_impossible": peaks.num_refused,
+        "borderline": peaks.num_borderline,
+    }
+    figures["sources"] = {f"{one.source}, {one.kind}": _json(one.errors) for one in report.sources}
+    return {"name": "plan_validate", "figures": figures, "goal": GOAL, "met": report.meets_goal}
+
+
+def _json(found: ErrorSummary) -> dict[str, Any]:
+    return {
+        "rows": found.num_rows,
+        "mean": round(found.mean, 4),
+        "p90": round(found.p90, 4),
+        "bias": round(found.bias, 4),
+    }

@@ -1,0 +1,63 @@
+"""``closeranks plan validate``: the table per source, the closing line of JSON, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cli.calling import call
+from tests.cli.commands import ROOT
+
+TABLE = ROOT / "benchmarks" / "plan_runs.csv"
+
+
+def result(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def test_our_table_is_predicted_source_by_source() -> None:
+    done = call("plan", "validate", "--runs", TABLE)
+    assert done.code == 0, done.err
+    found = result(done.out)
+    assert set(found) == {"name", "figures", "goal", "met"}
+    figures = found["figures"]
+    assert figures["rows"] == figures["predicted"] + figures["not"] == 444
+    for part in ("VIA-Research/vTrain", "unseen", "one constant", "micro_batch is not published", "Spearman"):
+        assert part in done.out
+    # Even before a goal is reached: clearly better than one efficiency per GPU, chosen for these very rows.
+    unseen = figures["dense 16-bit, unseen"]
+    assert unseen["rows"] > 200
+    assert unseen["mean"] < 0.6 * unseen["constant_mean"]
+
+
+def test_rows_that_nobody_can_use_are_counted(tmp_path: Path) -> None:
+    with TABLE.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if "vTrain" in row["source"]][:4]
+    broken = [{"gpu": "TPUv9"}, {"layers": "many"}, {"micro_batch": ""}, {"source": "", "hidden": "0"}, {"tp": "1e9"}]
+    rows += [{**rows[0], **change} for change in broken]
+    path = tmp_path / "mine.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    done = call("plan", "validate", "--runs", path, "--rows")
+    assert done.code == 0, done.err
+    assert (result(done.out)["figures"]["predicted"], result(done.out)["figures"]["not"]) == (4, 5)
+    for reason in ("no 'TPUv9'", "layers is not a whole number", "micro_batch is not published", "do not divide"):
+        assert reason in done.out
+    alone = call("plan", "validate", "--runs", path, "--source", "nothing", "--json")
+    assert result(alone.out)["figures"]["rows"] == 0
+    assert result(alone.out)["met"] is False
+    assert len(alone.out.splitlines()) == 1
+
+
+def test_a_file_that_is_no_table_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("a,b\n1,2\n")
+    for file, said in ((path, "have no column source"), (tmp_path / "none.csv", "cannot be read")):
+        done = call("plan", "validate", "--runs", file)
+        assert done.code == 2
+        assert said in done.err
