@@ -12,6 +12,7 @@ from closeranks.facts.memory.activations import ActivationSettings
 from closeranks.facts.memory.memory_per_rank import CostSettings
 from closeranks.facts.pipeline.occupancy import pipeline_occupancy
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
+from closeranks.facts.shapes.module_trace import ModuleTrace, Product, TracedUnit
 from closeranks.facts.shapes.transformer import TransformerShape, from_llama, num_params
 from closeranks.plan.layouts import LayoutCostModel, PlanningJob
 from closeranks.plan.memory.conventions import CONVENTIONS, LEAN_12, MIXED_16, find_convention
@@ -140,3 +141,26 @@ def test_experts_context_and_offload_each_divide_what_they_should() -> None:
     name = "activations of blocks"
     assert found(PlanChoice(Layout(2, context=4))).part(name) == pytest.approx(plain.part(name) / 4, rel=1e-6)
     assert found(PlanChoice(Layout(8), fused_attention=False)).part(name) > plain.part(name)
+
+
+def test_a_traced_module_is_counted_unit_by_unit() -> None:
+    block = TracedUnit(
+        "block", 3_000_000, (Product(1, 1000, 2000),), saved_activation_bytes=5e6, fixed_saved_bytes=4e6,
+        output_bytes=1e6, is_block=True,
+    )  # fmt: skip
+    ends = TracedUnit("ends", 500_000, saved_activation_bytes=2e6, fixed_saved_bytes=1e6)
+    workload = Workload(ModuleTrace((block, block, block, block, ends), precision="bf16"), 1, 64)
+    cluster = parse_cluster("8xh100")
+    found = memory_estimate(workload, PlanChoice(Layout(8), 2), cluster)
+    assert found.part("weights") == 4 * 12_500_000
+    assert found.part("activations of blocks") == 4 * 2 * 5e6
+    assert found.part("activations of embedding, head and loss") == 2 * 2e6 + 1e6
+    assert found.part("weights cast for products") == 4 * 4e6
+    full = memory_estimate(workload, PlanChoice(Layout(8), 2, "full"), cluster)
+    assert full.part("activations of blocks") == 4 * 2 * 1e6
+    assert full.part("one block computed again") == 2 * 4e6
+    assert full.part("weights cast for products") == 0
+    stage = memory_estimate(workload, PlanChoice(Layout(4, pipeline=2), 2), cluster)
+    assert stage.part("weights") in (4 * 6_000_000, 4 * 6_500_000)
+    flat = Workload(ModuleTrace((replace(block, is_block=False), ends)), 1, 64)
+    assert memory_estimate(flat, PlanChoice(Layout(8)), cluster).part("weights") == 4 * 3_500_000

@@ -94,7 +94,7 @@ class MemoryEstimator:
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload, self._cluster = workload, cluster
-        self._sizes = sizes_of(workload.transformer)
+        self._sizes = sizes_of(workload.shape)
         self._num_blocks = workload.num_blocks
         self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
         self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}

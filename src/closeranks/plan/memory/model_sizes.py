@@ -1,4 +1,4 @@
-"""How many parameters does a pipeline rank hold? Of a transformer's shape.
+"""How many parameters does a pipeline rank hold? Of a transformer's shape, or of a module that was traced.
 
 Invariant: over all ranks of one tensor rank, blocks and ends add up to the model; experts are counted apart, because
 the expert axis divides them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.facts.shapes.transformer import TransformerShape
 from closeranks.plan.step_time.stage_loads import RankLoad
 
@@ -70,7 +71,11 @@ class RankParams:
         return self.dense + self.experts
 
 
-def sizes_of(shape: TransformerShape) -> ModelSizes:
+def sizes_of(shape: TransformerShape | ModuleTrace) -> ModelSizes:
+    return _of_trace(shape) if isinstance(shape, ModuleTrace) else _of_transformer(shape)
+
+
+def _of_transformer(shape: TransformerShape) -> ModelSizes:
     share = shape.num_expert_layers / shape.num_layers
     shared = share * shape.num_shared_experts * shape.expert_params
     feed = (1 - share) * shape.dense_ffn_params + shared
@@ -83,4 +88,24 @@ def sizes_of(shape: TransformerShape) -> ModelSizes:
         tied_head=shape.head_params if shape.tied else 0,
         rest=shape.dim,
         largest_block_matrix=shape.dim * max(shape.ffn_dim, shape.attention_dim),
+    )
+
+
+def _of_trace(trace: ModuleTrace) -> ModelSizes:
+    """What lies around the blocks is counted with the first stage; a module without blocks is one block."""
+    blocks = list(trace.blocks) or list(trace.units)
+    num_blocks = sum(1 for _ in trace.blocks) or 1
+    num_params = sum(unit.num_params for unit in blocks)
+    # Products read the weights of which half-precision copies were kept.
+    cast = min(sum(unit.fixed_saved_bytes for unit in blocks) / 2, num_params)
+    largest = max((product.n * product.k for unit in blocks for product in unit.products), default=0)
+    return ModelSizes(
+        block_matrices=cast / num_blocks,
+        block_rest=(num_params - cast) / num_blocks,
+        block_experts=0.0,
+        embedding=float(trace.num_params - num_params),
+        head=0.0,
+        tied_head=0.0,
+        rest=0.0,
+        largest_block_matrix=min(float(largest), num_params / num_blocks),
     )

@@ -1,8 +1,8 @@
 """How many bytes does a micro-batch keep for its backward, in a block, at the ends, and while one block is at work?
 
-For any transformer, by the counts of ``facts.memory.activations``, which describe the Llama of this package tensor by
-tensor: another shape is counted as the Llama whose blocks are as wide. Invariant: for a Llama trained by this package
-the bytes are exactly those counts.
+For a traced module, as tracing counted. For any transformer, by the counts of ``facts.memory.activations``, which
+describe the Llama of this package tensor by tensor: another shape is counted as the Llama whose blocks are as wide.
+Invariant: for a Llama trained by this package the bytes are exactly those counts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from closeranks.facts.memory.activations import (
 )
 from closeranks.facts.memory.state_bytes import Precision, element_bytes
 from closeranks.facts.shapes.llama import LlamaShape
+from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.facts.shapes.transformer import TransformerShape
 from closeranks.plan.memory.conventions import has_fused_kernels
 from closeranks.plan.step_time.workload import PlanChoice, Workload
@@ -49,6 +50,8 @@ class SavedActivations:
 
 
 def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivations:
+    if isinstance(workload.shape, ModuleTrace):
+        return _of_trace(workload.shape, choice)
     shape = workload.transformer
     settings = _settings(workload, choice)
     share = shape.num_expert_layers / shape.num_layers
@@ -134,6 +137,21 @@ def _as_llama(shape: TransformerShape, *, is_compiled: bool, is_expert: bool) ->
     return LlamaShape(
         shape.dim, shape.num_layers, shape.num_heads, shape.num_kv_heads, max(ffn_dim, 0), shape.vocab_size
     )
+
+
+def _of_trace(trace: ModuleTrace, choice: PlanChoice) -> SavedActivations:
+    """Ends and loss are counted with the first stage, as their weights are; copies of weights in half precision with
+    the weights of blocks, and here for the rest."""
+    blocks = list(trace.blocks) or list(trace.units)
+    num_blocks = sum(1 for _ in trace.blocks) or 1
+    rest = [unit for unit in trace.units if not unit.is_block] if any(trace.blocks) else []
+    count = choice.micro_batch
+    whole = sum(unit.saved_activation_bytes for unit in blocks) / num_blocks * count
+    output = sum(unit.output_bytes for unit in blocks) / num_blocks * count
+    # What selective recompute keeps is not known of a traced module: half of what it could drop.
+    saved = {"none": whole, "selective": (whole + output) / 2, "full": min(output, whole)}[choice.recompute]
+    ends = sum(unit.saved_activation_bytes * count + unit.fixed_saved_bytes for unit in rest)
+    return SavedActivations(saved, whole - saved, ends, 0.0, 0.0, output)
 
 
 def activation_key(choice: PlanChoice) -> Hashable:
