@@ -8,7 +8,8 @@ import pytest
 
 from closeranks.facts.calibration import load_calibration
 from closeranks.lab.calibrate import workers
-from closeranks.lab.calibrate.calibrate import worker_counts
+from closeranks.lab.calibrate.calibrate import calibration_runs, worker_counts
+from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 
@@ -29,6 +30,8 @@ def test_everything_of_a_cpu_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert getattr(calibration, name), name
     assert {one.operation for one in calibration.collectives} == set(workers.OPERATIONS)
     assert calibration.disk_bytes_per_s
+    assert calibration.corrections["compute: memory-bound"] > 0
+    assert calibration.step_overhead_s
     assert list(tmp_path.iterdir()) == [path], "the file that the disk was measured with is gone"
 
 
@@ -50,3 +53,16 @@ def test_workers_of_a_host_up_to_two_for_each_core() -> None:
     assert worker_counts(1) == (2,)
     assert worker_counts(2) == (2, 4)
     assert worker_counts(16) == (2, 8)
+
+
+def test_what_is_trained_for_a_calibration() -> None:
+    cpu = calibration_runs(TINY, "cpu", num_cores=2)
+    assert [(run.num_workers, run.choice().micro_batch) for run in cpu] == [(1, 3), (2, 3), (2, 6)]
+    assert all(run.choice().num_micro(run.workload().global_batch) == 2 for run in cpu)
+    gpu = calibration_runs(TINY, "cuda", num_cores=16)
+    assert [(run.num_workers, run.choice().micro_batch) for run in gpu] == [(1, 1), (1, 3)]
+
+
+def test_a_run_that_fails_says_why() -> None:
+    with pytest.raises(StepRunFailed, match="tensor"):
+        run_steps(StepRun(TINY, ("layout.tensor=3",), 3))

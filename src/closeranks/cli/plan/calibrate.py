@@ -17,14 +17,15 @@ HELP = """Measure this machine for the planner: products by shape, memory, atten
 
 \b
   closeranks plan calibrate                                 the device that is here, for any job
-  closeranks plan calibrate examples/tiny.toml              with the shapes of a job
+  closeranks plan calibrate examples/tiny.toml              with the shapes and some steps of a job
   closeranks plan calibrate --device cpu --out mine.json
   closeranks plan job.toml --cluster mine.toml --calibration mine.json
 
 What was measured replaces the datasheet: the time of a product, of attention, of a pass over memory, of a collective
 between the workers of one host, of an update of the optimizer, and of writing to the disk of the working folder. On a
-CPU it also measures how much slower workers compute beside each other, up to two for each core. Nothing else should run
-meanwhile. The file is ~/.cache/closeranks/calibration.json unless --out names another.
+CPU it also measures how much slower workers compute beside each other, up to two for each core. Of a named job a few
+steps are trained: they show what steps take beyond their operations. Nothing else should run meanwhile. The file is
+~/.cache/closeranks/calibration.json unless --out names another.
 """
 DEFAULT_FILE = "~/.cache/closeranks/calibration.json"
 
@@ -39,7 +40,10 @@ def calibrate(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write.", metavar="FILE")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.", metavar="DEVICE")] = "auto",
-    seconds: Annotated[float, typer.Option("--seconds", help="How long the device is measured.", min=1)] = 80.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long products and attention are measured.", min=1)
+    ] = 60.0,
+    steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Train some steps of the named jobs.")] = True,
 ) -> None:
     from closeranks.cli.terminal import safe_echo
     from closeranks.core.errors import ConfigError, Problem, UserError
@@ -58,7 +62,8 @@ def calibrate(
 
     chosen = device if device != "auto" else ("cuda" if num_gpus() else "cpu")
     precisions = ("bf16", "fp32") if chosen == "cuda" else ("fp32",)
-    request = CalibrationRequest("cuda" if chosen == "cuda" else "cpu", precisions, shapes, budget_s=seconds)
+    trained = tuple(path for path in jobs or () if steps and _shapes_of(path))
+    request = CalibrationRequest("cuda" if chosen == "cuda" else "cpu", precisions, shapes, trained, seconds)
     found = measure(request, lambda line: typer.echo(f"measuring {line}", err=True))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,16 @@ from typing import Literal
 import psutil
 import torch
 
-from closeranks.core.errors import SetupError
+from closeranks.core.errors import SetupError, UserError
 from closeranks.facts.calibration import Calibration, CollectiveTime, WorkerSlowdown
+from closeranks.facts.cluster import parse_cluster
 from closeranks.lab.calibrate import kernels, workers
+from closeranks.lab.calibrate.corrections import TrainedSteps, corrected
+from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
 from closeranks.lab.calibrate.shapes import JobShapes, attention_of, gpu_jobs, products_of
 from closeranks.lab.calibrate.timer import DeviceTimer
+from closeranks.run.job.job import load_job
+from closeranks.run.job.planned import planned_choice
 from closeranks.telemetry.device import device_name
 from closeranks.testing.world import WorldError
 
@@ -37,8 +42,10 @@ class CalibrationRequest:
     device: Literal["cpu", "cuda"]
     precisions: tuple[str, ...]
     jobs: tuple[JobShapes, ...] = ()
-    budget_s: float = 100.0
-    """Of everything but the start of processes."""
+    job_files: tuple[Path, ...] = ()
+    """Jobs of which a few steps are trained."""
+    budget_s: float = 60.0
+    """Of products and attention."""
     disk_folder: Path = field(default_factory=Path.cwd)
     """Where writing is measured."""
 
@@ -67,7 +74,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
     num_cores = len(os.sched_getaffinity(0))
     if device.type == "cpu":
         found = replace(found, slowdowns=_slowdowns(num_cores, clock))
-    return replace(
+    found = replace(
         found,
         device=device_name(device),
         kind="cpu" if device.type == "cpu" else "gpu",
@@ -77,6 +84,38 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         collectives=_collectives(worker_counts(num_cores), device, clock),
         disk_bytes_per_s=_disk_bytes_per_s(request.disk_folder, clock),
     )
+    runs = [run for path in request.job_files for run in calibration_runs(path, device.type, num_cores)]
+    return corrected(found, list(_trained(runs, found, clock)))
+
+
+def calibration_runs(job: Path, device_type: str, num_cores: int) -> tuple[StepRun, ...]:
+    """What a calibration trains: two sizes of micro-batch, and on a CPU one worker alone and two beside each other."""
+    micro = planned_choice(load_job(job).value, 1).micro_batch
+    small = max(1, micro // 2) if device_type == "cuda" else micro
+    large = micro if device_type == "cuda" else 2 * micro
+    two = min(2, num_cores) if device_type == "cpu" else 1
+    sizes = dict.fromkeys([(1, small), (two, small), (two, large)])
+    return tuple(_step_run(job, device_type, workers, size) for workers, size in sizes)
+
+
+def _step_run(job: Path, device_type: str, num_workers: int, micro_batch: int) -> StepRun:
+    batch = (f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch * num_workers}")
+    axes = (f"layout.data={num_workers}", "layout.zero=0", "layout.tensor=1", "layout.pipeline=1")
+    return StepRun(job, (*batch, *axes, f"run.device={device_type}"), num_workers)
+
+
+def _trained(runs: Sequence[StepRun], calibration: Calibration, clock: _Clock) -> Iterator[TrainedSteps]:
+    for run in runs:
+        clock.say(f"steps of {run.job.name}, {run.num_workers} worker(s), {run.overrides[0]}")
+        try:
+            cluster = parse_cluster(f"{run.num_workers}x{_planned_name(calibration)}")
+            yield TrainedSteps(run.workload(), run.choice(), cluster, run_steps(run))
+        except (StepRunFailed, UserError) as error:
+            clock.say(f"not measured: {error}")
+
+
+def _planned_name(calibration: Calibration) -> str:
+    return "cpu" if calibration.kind == "cpu" else calibration.device
 
 
 def worker_counts(num_cores: int) -> tuple[int, ...]:
@@ -196,6 +235,11 @@ def summary(calibration: Calibration) -> Mapping[str, str]:
             largest_own = max(own, key=lambda one: one.num_bytes)
             rate = largest_own.num_bytes / largest_own.seconds / 1e9
             rows[f"all-reduce of {count}"] = f"{rate:.3g} GB/s, at least {1e6 * min(o.seconds for o in own):.0f} us"
+    if calibration.corrections:
+        shown = ", ".join(f"{name} {factor:.2f}" for name, factor in calibration.corrections.items())
+        rows["whole steps"] = f"measured over estimated: {shown}"
+        overheads = (calibration.step_overhead_s or 0.0, calibration.micro_batch_overhead_s or 0.0)
+        rows["overhead"] = f"{1e3 * overheads[0]:.3g} ms a step, {1e3 * overheads[1]:.3g} ms a micro-batch"
     if calibration.disk_bytes_per_s:
         rows["disk"] = f"{calibration.disk_bytes_per_s / 1e9:.3g} GB/s written"
     return rows

@@ -16,6 +16,7 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, OPTIMIZER = (
     "compute: memory-bound",
     "optimizer",
 )
+DATA, TENSOR, SENDS = "data communication", "tensor communication", "pipeline sends"
 _PASSES = 8
 """Operations among which the bytes of a block's memory-bound part are divided: a small pass fits the caches."""
 
@@ -67,6 +68,10 @@ class MeasuredTimes:
         # A single worker has all cores, which its overheads do not use.
         slowdown = max(1.0, self._slowdown.products)
         return slowdown * (step_s + num_micro * model_share * micro_s)
+
+    def shown(self, part: str) -> float:
+        """How much of the communication of a part shows in a step, relative to its estimate."""
+        return self._correction(part) if part in (DATA, TENSOR, SENDS) else 1.0
 
     def _correction(self, part: str) -> float:
         return self._calibration.correction(part)

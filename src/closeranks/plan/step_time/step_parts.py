@@ -66,7 +66,10 @@ class StepParts:
 
     def collect(self) -> tuple[StepPart, ...]:
         parts = (*self._computation(), *self._communication(), *self._once_per_step())
-        return tuple(StepPart(name, seconds) for name, seconds in parts)
+        measured = self._times.measured
+        return tuple(
+            StepPart(name, seconds if measured is None else seconds * measured.shown(name)) for name, seconds in parts
+        )
 
     def _rank_seconds(self, load: RankLoad) -> ForwardBackward:
         micro, blocks, block = self._micro, load.num_blocks, self._block

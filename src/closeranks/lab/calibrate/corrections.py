@@ -1,0 +1,135 @@
+"""What do whole steps take beyond their operations measured alone? Fits a calibration to steps that were trained. Pure.
+
+Forward and backward of a run are its products and attention, its memory-bound operations, each times a factor, and a
+fixed time for each micro-batch. There are few runs, so the factors are pulled to 1 and the fixed time to 0, each by how
+well it is known beforehand. Invariant: without runs a calibration stays as it is; nothing that is fitted is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from closeranks.facts.calibration import Calibration
+from closeranks.facts.cluster import Cluster
+from closeranks.plan.check.measured_step import (
+    COMPUTE,
+    DATA_AXIS,
+    INPUT,
+    OPTIMIZER,
+    OVERHEAD,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    StepGroups,
+)
+from closeranks.plan.step_time import measured_times as names
+from closeranks.plan.step_time.estimate import StepEstimate, estimate_step
+from closeranks.plan.step_time.workload import PlanChoice, Workload
+
+_LATITUDE = {"products": 0.1, "memory": 2.0, "micro": 0.5}
+"""How far each may lie from what is expected: factors by this much of themselves, the fixed time by this share of
+forward and backward."""
+_NOISE = 0.02
+"""Of the measured forward and backward of a run."""
+_COMMUNICATION = {
+    names.DATA: (DATA_AXIS, ("data communication",)),
+    names.TENSOR: (TENSOR_AXIS, ("tensor communication",)),
+    names.SENDS: (PIPELINE_AXIS, ("pipeline sends", "pipeline bubble")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSteps:
+    """A run of a few steps: what was planned, and what was measured."""
+
+    workload: Workload
+    choice: PlanChoice
+    cluster: Cluster
+    measured: StepGroups
+
+    @property
+    def num_micro(self) -> int:
+        return self.choice.num_micro(self.workload.global_batch)
+
+    def estimate(self, calibration: Calibration) -> StepEstimate:
+        return estimate_step(self.workload, self.choice, self.cluster, calibration)
+
+
+def corrected(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibration:
+    if not runs:
+        return calibration
+    plain = replace(calibration, corrections={}, step_overhead_s=0.0, micro_batch_overhead_s=0.0)
+    found = [_Compared.of(run, plain) for run in runs]
+    products, memory, micro_s = _computation(found)
+    corrections = {names.PRODUCTS: products, names.ATTENTION: products, **memory}
+    corrections |= _ratio(found, names.OPTIMIZER, OPTIMIZER, (names.OPTIMIZER,))
+    for name, (group, parts) in _COMMUNICATION.items():
+        corrections |= _ratio(found, name, group, parts)
+    step_s = fmean((one.run.measured.groups[OVERHEAD] + one.run.measured.groups[INPUT]) / one.slowdown for one in found)
+    return replace(plain, corrections=corrections, step_overhead_s=step_s, micro_batch_overhead_s=micro_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    run: TrainedSteps
+    parts: Mapping[str, float]
+    slowdown: float
+    """Of overheads, beside the other workers of the host."""
+
+    @classmethod
+    def of(cls, run: TrainedSteps, calibration: Calibration) -> _Compared:
+        parts = {part.name: part.seconds for part in run.estimate(calibration).parts}
+        slowdown = max(1.0, calibration.slowdown(run.cluster.devices_on_host).products)
+        return cls(run, parts, slowdown)
+
+
+def _computation(found: Sequence[_Compared]) -> tuple[float, dict[str, float], float]:
+    """Factors of products with attention and of memory-bound operations, and seconds of a micro-batch: those that are
+    likeliest given the runs, by least squares."""
+    kinds = sorted({one.run.choice.compiled for one in found})
+    middle = fmean(one.run.measured.groups[COMPUTE] / one.run.num_micro for one in found)
+    rows, wanted = [], []
+    for one in found:
+        measured = one.run.measured.groups[COMPUTE]
+        moved = one.parts["compute: memory-bound"]
+        # Of what is computed again, both kinds of operations have their share.
+        repeated = one.parts["recompute"]
+        computed = one.parts["compute: products"] + one.parts["compute: attention"]
+        share = computed / (computed + moved) if computed + moved else 0.0
+        row = [computed + share * repeated]
+        row += [(moved + (1 - share) * repeated) * (kind == one.run.choice.compiled) for kind in kinds]
+        row += [one.run.num_micro * one.slowdown * middle]
+        weight = 1 / (_NOISE * measured)
+        rows.append([weight * value for value in row])
+        wanted.append(weight * (measured - one.parts["loss"]))
+    expected = [1.0, *[1.0] * len(kinds), 0.0]
+    latitude = [_LATITUDE["products"], *[_LATITUDE["memory"]] * len(kinds), _LATITUDE["micro"]]
+    for place, (value, by) in enumerate(zip(expected, latitude, strict=True)):
+        rows.append([1 / by if column == place else 0.0 for column in range(len(expected))])
+        wanted.append(value / by)
+    solved = _not_negative(np.array(rows), np.array(wanted))
+    memory = {
+        names.memory_bound_name(is_compiled=kind): float(value) for kind, value in zip(kinds, solved[1:-1], strict=True)
+    }
+    return float(solved[0]), memory, float(solved[-1]) * middle
+
+
+def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares; what would be negative is 0, and the rest solved again."""
+    free = np.ones(rows.shape[1], dtype=bool)
+    while True:
+        solved = np.zeros(rows.shape[1])
+        solved[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+        if (solved >= 0).all():
+            return solved
+        free &= solved > 0
+
+
+def _ratio(found: Sequence[_Compared], name: str, group: str, parts: Sequence[str]) -> dict[str, float]:
+    """Measured over estimated, in all runs that have it."""
+    estimated = [sum(one.parts[part] for part in parts) for one in found]
+    measured = [one.run.measured.groups[group] for one, planned in zip(found, estimated, strict=True) if planned > 0]
+    return {name: sum(measured) / sum(estimated)} if measured else {}

@@ -1,0 +1,87 @@
+"""Trains a few steps of a job and says where their time went: what operations measured alone do not show.
+
+Each run is a real ``closeranks train`` in a folder that is removed. Invariant: a run that fails is reported with the
+last line that it printed, and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from closeranks.core.system.linux import die_with_parent
+from closeranks.plan.check.measured_step import StepGroups, measured_step
+from closeranks.plan.step_time.workload import PlanChoice, Workload
+from closeranks.run.diagnosis import load_facts
+from closeranks.run.job.job import Job, load_job
+from closeranks.run.job.planned import planned_choice, planned_workload
+
+_QUIET = (
+    "checkpoint.save=false",
+    "telemetry.report=false",
+    "telemetry.sample_s=0",
+    "elastic.enabled=false",
+    "train.eval_every=0",
+    "train.eval_samples=1",
+)
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """A job with changes, on some workers."""
+
+    job: Path
+    overrides: tuple[str, ...]
+    num_workers: int
+    num_steps: int = 16
+    """The first and the last do not count."""
+
+    def load(self) -> Job:
+        return load_job(self.job, self.all_overrides).value
+
+    @property
+    def all_overrides(self) -> tuple[str, ...]:
+        return (*_QUIET, f"train.steps={self.num_steps}", *self.overrides)
+
+    def workload(self) -> Workload:
+        return planned_workload(self.load())
+
+    def choice(self) -> PlanChoice:
+        return planned_choice(self.load(), self.num_workers)
+
+
+class StepRunFailed(Exception):
+    """Says why a run gave no steps: a signal to the caller, who goes on without it."""
+
+
+def run_steps(run: StepRun, environment: Sequence[str] = ()) -> StepGroups:
+    """``environment``: ``NAME=VALUE`` that the run gets on top of this process's."""
+    with tempfile.TemporaryDirectory(prefix="closeranks-steps-") as folder:
+        target = Path(folder) / "run"
+        command = [sys.executable, "-m", "closeranks", "train", str(run.job), "-n", str(run.num_workers)]
+        command += [*run.all_overrides, f"run.folder={target}"]
+        try:
+            done = subprocess.run(
+                ["env", *environment, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=_TIMEOUT_S,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        except subprocess.TimeoutExpired:
+            raise StepRunFailed(f"{run.num_steps} steps took more than {_TIMEOUT_S:.0f} s") from None
+        if done.returncode:
+            raise StepRunFailed((done.stdout.strip() or "nothing was printed").splitlines()[-1])
+        facts = load_facts(target)
+    if not facts.num_steps:
+        raise StepRunFailed("it recorded no steps")
+    return measured_step(facts.phases)

@@ -1,0 +1,77 @@
+"""Where did the time of a measured step go, in the groups in which a plan and a run can be compared?
+
+A run measures phases, a plan estimates parts; neither divides the time as the other does. Each group has the phases of
+the one and the parts of the other that mean the same work. Invariant: the groups of a step add up to its seconds; what
+no plan contains (saves, evaluations, compiling) is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from closeranks.core import phases
+
+COMPUTE = "forward and backward"
+DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "data axis", "tensor axis", "pipeline axis"
+OPTIMIZER, INPUT, OVERHEAD = "optimizer", "waiting for data", "everything else"
+GROUPS = (COMPUTE, TENSOR_AXIS, PIPELINE_AXIS, DATA_AXIS, OPTIMIZER, INPUT, OVERHEAD)
+
+_PHASES = {
+    phases.FORWARD: COMPUTE,
+    phases.BACKWARD: COMPUTE,
+    phases.OPTIMIZER: OPTIMIZER,
+    phases.DATA: INPUT,
+    phases.HOST_TO_DEVICE: INPUT,
+}
+_AXES = {"data": DATA_AXIS, "shard": DATA_AXIS, "replica": DATA_AXIS, "tensor": TENSOR_AXIS, "pipeline": PIPELINE_AXIS}
+_UNPLANNED = frozenset({phases.SAVE, phases.SNAPSHOT, phases.EVALUATION, phases.COMPILE, phases.TRACE})
+_PARTS = {
+    "compute: products": COMPUTE,
+    "compute: attention": COMPUTE,
+    "compute: memory-bound": COMPUTE,
+    "recompute": COMPUTE,
+    "loss": COMPUTE,
+    "tensor communication": TENSOR_AXIS,
+    "pipeline bubble": PIPELINE_AXIS,
+    "pipeline sends": PIPELINE_AXIS,
+    "data communication": DATA_AXIS,
+    "optimizer": OPTIMIZER,
+    "data": INPUT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """The mean step of a run."""
+
+    seconds: float
+    """Without what no plan contains."""
+    groups: Mapping[str, float]
+    unplanned: Mapping[str, float] = field(default_factory=dict)
+    """By phase: saves, evaluations and the like."""
+
+
+def measured_step(phase_s: Mapping[str, float]) -> StepGroups:
+    """``phase_s``: mean seconds of a step by phase, which add up to the step."""
+    groups = dict.fromkeys(GROUPS, 0.0)
+    unplanned = {}
+    for name, seconds in phase_s.items():
+        if name in _UNPLANNED:
+            unplanned[name] = seconds
+        else:
+            groups[_group_of_phase(name)] += seconds
+    return StepGroups(sum(groups.values()), groups, unplanned)
+
+
+def _group_of_phase(name: str) -> str:
+    axis, dot, _ = name.partition(".")
+    return _AXES.get(axis, OVERHEAD) if dot else _PHASES.get(name, OVERHEAD)
+
+
+def planned_groups(parts: Mapping[str, float]) -> dict[str, float]:
+    """``parts``: those of a ``StepEstimate``, by name."""
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for name, seconds in parts.items():
+        groups[_PARTS.get(name, OVERHEAD)] += seconds
+    return groups
