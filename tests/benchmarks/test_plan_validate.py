@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import plan_validate
+import pytest
 
 from closeranks.plan.validation.run_plan import RunPlan
 from tests.plan.validation.test_prediction_error import row

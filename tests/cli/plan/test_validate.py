@@ -27,6 +27,12 @@ def test_our_table_is_predicted_source_by_source() -> None:
     assert figures["rows"] == figures["predicted"] + figures["not"] == 444
     for part in ("VIA-Research/vTrain", "unseen", "one constant", "micro_batch is not published", "Spearman"):
         assert part in done.out
+    memory = figures["memory"]
+    assert (memory["published"], memory["predicted"]) == (14, 8)
+    assert memory["mean"] < 0.15
+    ran = memory["verdicts_of_runs_that_ran"]
+    assert ran["fits"] > 200
+    assert ran["does not fit"] == 0
     # Even before a goal is reached: clearly better than one efficiency per GPU, chosen for these very rows.
     unseen = figures["dense 16-bit, unseen"]
     assert unseen["rows"] > 200

@@ -66,7 +66,7 @@ def test_a_row_that_cannot_be_planned_says_why(values: dict[str, object], reason
 
 def test_what_a_row_does_not_state_follows_from_its_hardware_and_remarks() -> None:
     assert plan(recompute="", gpu="B200-SXM").choice.recompute == "none"
-    assert plan(recompute="", micro_batch=8).choice.recompute == "full"
+    assert plan(recompute="", micro_batch=32).choice.recompute == "full"
     old = plan(gpu="A100-80GB-SXM", precision="fp16")
     assert (old.choice.fused_attention, old.choice.sequence_parallel, old.choice.layout.zero) == (False, False, 0)
     assert plan(gpu="A100-80GB-SXM", precision="fp16", note="FlashAttention").choice.fused_attention

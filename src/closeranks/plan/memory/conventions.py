@@ -62,4 +62,9 @@ def find_convention(name: str) -> StateConvention:
 
 def has_fused_kernels(software: str) -> bool:
     """Whether norms and activations are fused without a compiler, and keep their inputs only."""
-    return software.startswith("megatron") or software == "deepspeed"
+    return software.startswith("megatron") or software in ("deepspeed", "composer")
+
+
+def has_fused_loss(software: str) -> bool:
+    """Whether the gradient of the logits replaces them in place, and neither is converted to float32."""
+    return software in ("closeranks", "composer")

@@ -25,10 +25,9 @@ from closeranks.facts.memory.state_bytes import Precision, element_bytes
 from closeranks.facts.shapes.llama import LlamaShape
 from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.facts.shapes.transformer import TransformerShape
-from closeranks.plan.memory.conventions import has_fused_kernels
+from closeranks.plan.memory.conventions import has_fused_kernels, has_fused_loss
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
-_SHARDED = frozenset({"fsdp", "composer"})
 _ATTENTION: tuple[Keep, ...] = ("attention",)
 _SCORE_BYTES = 5
 """Of each pair of query and key where attention is not fused: probabilities, their dropout mask and their product."""
@@ -59,8 +58,8 @@ def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivation
     expert = _block(shape, settings, workload, choice, is_expert=True) if share else dense
     ends = _as_llama(shape, is_compiled=settings.is_compiled, is_expert=False)
     # Where blocks are compiled one by one, the loss is not; Megatron's converts the logits to float32 once, in place.
-    at_end = replace(settings, is_compiled=settings.is_compiled and choice.software not in _SHARDED)
-    copies = 3 if has_fused_kernels(choice.software) else 1
+    at_end = replace(settings, is_compiled=settings.is_compiled and choice.software != "fsdp")
+    copies = 1 if has_fused_loss(choice.software) or not has_fused_kernels(choice.software) else 3
     width = element_bytes(settings.precision).stream
     tokens = settings.tokens_per_rank if choice.sequence_parallel else settings.num_tokens
     return SavedActivations(
@@ -104,7 +103,7 @@ def _block(
 ) -> _BlockBytes:
     llama = _as_llama(shape, is_compiled=settings.is_compiled, is_expert=is_expert)
     saved, whole = float(block_saved_bytes(llama, settings)), 0.0
-    if choice.software in _SHARDED and settings.recompute == "selective":
+    if choice.software == "fsdp" and settings.recompute == "selective":
         # Every other product is computed again (torchtitan), where this package keeps them all.
         saved = (saved + block_saved_bytes(llama, replace(settings, keep=_ATTENTION))) / 2
     width = element_bytes(settings.precision)
@@ -112,7 +111,7 @@ def _block(
     if not choice.sequence_parallel:
         # The inputs of norms are then whole on every tensor rank; with full recompute only the block's input is kept.
         saved += behind * width.stream * (1 if choice.recompute == "full" else 2)
-    elif has_fused_kernels(choice.software) and settings.recompute == "none":
+    elif choice.layout.tensor > 1 and has_fused_kernels(choice.software) and settings.recompute == "none":
         saved -= 2 * behind * width.compute  # the gathered inputs of products are gathered again in backward
     if not choice.fused_attention:
         keys = workload.seq_len

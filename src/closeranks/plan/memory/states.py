@@ -14,6 +14,8 @@ from closeranks.plan.memory.conventions import OWN, StateConvention
 from closeranks.plan.memory.model_sizes import RankParams
 
 _BUCKET_BYTES = 25 * 2**20
+_MOST_LIVE = 1e9
+"""Elements that DeepSpeed keeps gathered by default."""
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1}
 
 
@@ -104,10 +106,13 @@ def _own_gathered(params: RankParams, layout: Layout) -> list[NamedBytes]:
 def _buffers(params: RankParams, layout: Layout, convention: StateConvention) -> list[NamedBytes]:
     if layout.zero == 3:
         # Of blocks the one at work and the next; what is not a block stays gathered from forward to backward.
-        gathered = min(params.total, params.ends + 2 * params.block)
+        # DeepSpeed gathers module by module, and frees beyond a number of elements that its settings limit.
+        is_limited = convention.master > 0
+        block = min(params.block, _MOST_LIVE / 2) if is_limited else params.block
+        ends = min(params.ends, _MOST_LIVE) if is_limited else params.ends
         return [
-            _named("gathered weights", convention.gathered * gathered),
-            _named("gradients of a unit", 4 * max(params.ends, params.block)),
+            _named("gathered weights", convention.gathered * min(params.total, ends + 2 * block)),
+            _named("gradients of a unit", (2 if is_limited else 4) * max(ends, block)),
         ]
     if layout.zero == 2:
         return [_named("gradients in flight", min(params.total, 5e8) * convention.gradient)]

@@ -6,7 +6,8 @@ whose micro-batch is not known has no prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -25,7 +26,6 @@ class PeakError:
     plan: RunPlan
     published_gib: float
     predicted_gib: float
-    verdict: str
 
     @property
     def source(self) -> str:
@@ -44,9 +44,8 @@ class PeakSummary:
     bias: float
     within_10: float
     """Share of the predicted rows within 10%."""
-    num_refused: int
-    """Rows that ran, and of which the verdict is that they do not fit."""
-    num_borderline: int
+    verdicts: Mapping[str, int]
+    """Of all runs that state their recompute, with a published peak or without: they ran, so each of them fits."""
 
 
 def peak_errors(runs: Iterable[PublishedRun]) -> tuple[list[PeakError], int]:
@@ -60,18 +59,18 @@ def peak_errors(runs: Iterable[PublishedRun]) -> tuple[list[PeakError], int]:
             continue
         estimate = memory_estimate(plan.workload, plan.choice, plan.cluster)
         inside = estimate.total_bytes - estimate.part("device context and libraries")
-        found.append(PeakError(plan, run.memory_gib_per_gpu or 1.0, inside / _GIB, estimate.verdict))
+        found.append(PeakError(plan, run.memory_gib_per_gpu or 1.0, inside / _GIB))
     return found, len(published)
 
 
-def summarize_peaks(errors: list[PeakError], num_published: int) -> PeakSummary:
+def summarize_peaks(errors: Sequence[PeakError], num_published: int, plans: Iterable[RunPlan]) -> PeakSummary:
     signed = [error.signed for error in errors]
+    stated = [plan for plan in plans if plan.run.recompute]
     return PeakSummary(
         num_published,
         len(errors),
         mean(map(abs, signed)) if signed else 0.0,
         mean(signed) if signed else 0.0,
         mean(abs(error) <= 0.10 for error in signed) if signed else 0.0,
-        sum(error.verdict == "does not fit" for error in errors),
-        sum(error.verdict == "borderline" for error in errors),
+        Counter(memory_estimate(plan.workload, plan.choice, plan.cluster).verdict for plan in stated),
     )

@@ -91,7 +91,7 @@ def validate(table: RunTable, constants: Constants | None = None) -> ValidationR
         tuple(unusable),
         tuple(sweep_ranks(dense)),
         tuple(peaks),
-        summarize_peaks(peaks, num_peaks),
+        summarize_peaks(peaks, num_peaks, plans),
     )
 
 

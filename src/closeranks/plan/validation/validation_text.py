@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from closeranks.plan.validation.peak_error import PeakSummary
 from closeranks.plan.validation.prediction_error import ErrorSummary, constant_efficiency, summarize
 from closeranks.plan.validation.report import (
     JUDGED,
@@ -21,6 +22,7 @@ from closeranks.plan.validation.report import (
     count_unusable,
 )
 
+_VERDICTS = ("fits", "borderline", "does not fit")
 Rows = list[tuple[str, ...]]
 """The first is the heading."""
 GOAL = (
@@ -94,15 +96,16 @@ def sentences(report: ValidationReport) -> Iterator[str]:
         num_rows = sum(sweep.num_rows for sweep in report.sweeps)
         sweeps = f"{len(report.sweeps)} sweeps of unseen sources ({num_rows} rows)"
         yield f"Rank order inside {sweeps}: {rank:.2f} (Spearman)."
-    peaks = report.peak_summary
-    if not peaks.num_predicted:
-        yield f"Memory: {peaks.num_published} rows publish a peak, none can be predicted."
-        return
-    yield (
-        f"Memory: {peaks.num_published} rows publish a peak, {peaks.num_predicted} can be predicted: mean error "
-        f"{peaks.mean:.1%}, bias {peaks.bias:+.1%}, {peaks.within_10:.0%} within 10%; of these runs "
-        f"{peaks.num_refused} would have been called impossible, {peaks.num_borderline} borderline."
-    )
+    yield from _memory_sentences(report.peak_summary)
+
+
+def _memory_sentences(peaks: PeakSummary) -> Iterator[str]:
+    count = f"Memory: {peaks.num_published} rows publish a peak, {peaks.num_predicted or 'none'} can be predicted"
+    errors = f": mean error {peaks.mean:.1%}, bias {peaks.bias:+.1%}, {peaks.within_10:.0%} within 10%"
+    yield f"{count}{errors if peaks.num_predicted else ''}."
+    if num_ran := sum(peaks.verdicts.values()):
+        told = ", ".join(f"{peaks.verdicts.get(verdict, 0)} '{verdict}'" for verdict in _VERDICTS)
+        yield f"Of {num_ran} runs that state their recompute and ran, the planner says of {told}."
 
 
 def validation_json(report: ValidationReport) -> dict[str, Any]:
@@ -121,8 +124,8 @@ def validation_json(report: ValidationReport) -> dict[str, Any]:
         "predicted": peaks.num_predicted,
         "mean": round(peaks.mean, 4),
         "bias": round(peaks.bias, 4),
-        "called_impossible": peaks.num_refused,
-        "borderline": peaks.num_borderline,
+        "within_10_percent": round(peaks.within_10, 3),
+        "verdicts_of_runs_that_ran": {verdict: peaks.verdicts.get(verdict, 0) for verdict in _VERDICTS},
     }
     figures["sources"] = {f"{one.source}, {one.kind}": _json(one.errors) for one in report.sources}
     return {"name": "plan_validate", "figures": figures, "goal": GOAL, "met": report.meets_goal}
