@@ -28,6 +28,9 @@ from closeranks.facts.shapes.transformer import TransformerShape
 from closeranks.plan.memory.conventions import has_fused_kernels, has_fused_loss
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
+_COMPILED_SHARE = 0.75
+"""Of what a traced block keeps when it is not compiled: compiled, norms and activations are computed again. (0.67 was
+measured of a Llama.)"""
 _ATTENTION: tuple[Keep, ...] = ("attention",)
 _SCORE_BYTES = 5
 """Of each pair of query and key where attention is not fused: probabilities, their dropout mask and their product."""
@@ -144,13 +147,16 @@ def _of_trace(trace: ModuleTrace, choice: PlanChoice) -> SavedActivations:
     blocks = list(trace.blocks) or list(trace.units)
     num_blocks = sum(1 for _ in trace.blocks) or 1
     rest = [unit for unit in trace.units if not unit.is_block] if any(trace.blocks) else []
-    count = choice.micro_batch
-    whole = sum(unit.saved_activation_bytes for unit in blocks) / num_blocks * count
+    count, kept = choice.micro_batch, _COMPILED_SHARE if choice.compiled else 1.0
+    whole = kept * sum(unit.saved_activation_bytes for unit in blocks) / num_blocks * count
     output = sum(unit.output_bytes for unit in blocks) / num_blocks * count
     # What selective recompute keeps is not known of a traced module: half of what it could drop.
     saved = {"none": whole, "selective": (whole + output) / 2, "full": min(output, whole)}[choice.recompute]
     ends = sum(unit.saved_activation_bytes * count + unit.fixed_saved_bytes for unit in rest)
-    return SavedActivations(saved, whole - saved, ends, 0.0, 0.0, output)
+    # Backward begins with the gradient of what the loss kept (logits), and of the output that it was computed from.
+    logits = max((unit.saved_activation_bytes for unit in rest), default=0.0)
+    logits += max((unit.output_bytes for unit in rest or blocks), default=0.0)
+    return SavedActivations(saved, whole - saved, ends, 0.0, logits * count, output)
 
 
 def activation_key(choice: PlanChoice) -> Hashable:
