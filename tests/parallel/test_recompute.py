@@ -21,9 +21,8 @@ from closeranks.parallel.batch_norm import BatchStatistics, convert_sync_batch_n
 from closeranks.parallel.initialization.materialize import materialize
 from closeranks.parallel.process_group import RankGroup
 from closeranks.parallel.recompute import FAMILIES, KEEP, recompute
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.testing import run_world
-
-from .live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 LENGTH = 16

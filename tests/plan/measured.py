@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from closeranks import Hook, Session
 from closeranks.core.events import StepDone
 from closeranks.run.components.optimizer import OptimizerStep
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.loop import train_job
 from closeranks.sync.reducers.fully_sharded import local_of
-from tests.parallel.live_bytes import LiveBytes
 
 _SUMMED = ("allreduce_", "all_reduce")
 _GATHERED = ("_allgather_base_", "all_gather_into_tensor")

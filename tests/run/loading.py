@@ -17,9 +17,9 @@ from closeranks.core.system.environment import detect_world
 from closeranks.facts.layout import Layout
 from closeranks.run.builder.build import BuiltRun, build
 from closeranks.run.builder.run_definition import from_job
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.state.initial_weights import load_weights
-from tests.parallel.live_bytes import LiveBytes
 
 
 def job_of(table: dict[str, Any], layout: str = "data=1", precision: str = "float32", seq_len: int = 128) -> Job:

@@ -23,10 +23,10 @@ from closeranks.parallel.process_group import RankGroup
 from closeranks.plan.layouts import layout_cost
 from closeranks.run.builder.parallelize import parallel_settings
 from closeranks.run.components.optimizer import OptimizerStep
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.run.job.describe import describe_job
 from closeranks.run.job.job import Job, load_job
 from closeranks.testing import run_world
-from tests.parallel.live_bytes import LiveBytes
 from tests.run.counted import num_params
 
 pytestmark = pytest.mark.world

@@ -95,7 +95,9 @@ def parallelize(
     groups: MeshGroups,
     device: torch.device,
     prepare: Callable[[nn.Module], object],
+    before_memory: Callable[[], object] = lambda: None,
 ) -> DistributedModel:
+    """``before_memory``: called when nothing but memory is missing, where a dry run begins to pretend."""
     sharded = settings.layout.zero == 3 or groups.tensor.size > 1 or groups.pipeline.size > 1
     dtype = settings.precision.weights
     built = build_module(spec, seed=settings.seed, device=device, dtype=dtype, group=groups.world, sharded=sharded)
@@ -109,6 +111,7 @@ def parallelize(
         _transform(spec, module, settings, groups, wrapped)
     # One module, so that a tensor which two stages share stays shared.
     stages = nn.ModuleList(rank_stages.stages.values())
+    before_memory()
     if built.is_meta:
         to_empty(stages, device)
     held = tuple(_held(rank_stages, names, shards, _tie_groups(rank_stages.ties, settings.layout, groups), groups))

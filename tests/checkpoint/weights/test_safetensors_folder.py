@@ -16,7 +16,7 @@ from closeranks.checkpoint.weights import safetensors_file
 from closeranks.checkpoint.weights.safetensors_folder import INDEX, open_safetensors
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
-from tests.parallel.live_bytes import LiveBytes
+from closeranks.run.dry_run.live_bytes import LiveBytes
 
 from .drawing import expected, pieces, some_tensors
 

@@ -24,3 +24,10 @@ def test_without_blocks_whatever_is_large_is_gathered_alone() -> None:
     found = model_structure(shapes, units=("large", "tied", "small", "head"), ties={"head.weight": "tied.weight"})
     units = fsdp_units([found.units], tensor=1, num_shards=2)
     assert [(unit.padded_numel, unit.is_freed) for unit in units] == [(600, False), (300 + 4 + 4, False)]
+
+
+def test_a_block_without_weights_is_not_gathered() -> None:
+    """An activation in a sequence of layers; the last layer with weights is the one that stays gathered."""
+    found = model_structure({"0.weight": (4, 2), "2.weight": (6, 2)}, units=("0", "1", "2", "3"), blocks="0123")
+    units = fsdp_units([found.units], tensor=1, num_shards=2)
+    assert [(unit.padded_numel, unit.is_freed) for unit in units] == [(8, True), (12, False)]

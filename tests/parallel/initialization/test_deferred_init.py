@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from closeranks.parallel.initialization.deferred_init import NotRecordable, record
 from closeranks.parallel.initialization.tied_tensors import named_tensors
-from tests.parallel.live_bytes import LiveBytes
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from tests.parallel.zoo import FAITHFUL, HANDED_OVER, UNFAITHFUL, Factory, Pretrained, Tables, Vision
 
 SEED = 11

@@ -28,8 +28,8 @@ from closeranks.parallel.initialization.materialize import (
 )
 from closeranks.parallel.initialization.tied_tensors import named_tensors
 from closeranks.parallel.process_group import RankGroup
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.testing import run_world
-from tests.parallel.live_bytes import LiveBytes
 from tests.parallel.zoo import FAITHFUL, UNFAITHFUL, Factory, Pretrained, goes_through_numpy, shares_memory
 
 CPU = torch.device("cpu")

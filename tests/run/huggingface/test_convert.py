@@ -16,11 +16,11 @@ from closeranks.checkpoint.weights.save_weights import save_weights
 from closeranks.checkpoint.weights.torch_file import TorchFile
 from closeranks.core.errors import CheckpointError, ModelError, SetupError, UserError
 from closeranks.core.pieces import Piece
+from closeranks.run.dry_run.live_bytes import LiveBytes
 from closeranks.run.huggingface.convert import export_hf, import_hf
 from closeranks.run.job.job import load_job
 from tests.models.making import materialised
 from tests.models.published import KINDS, fetched, in_double, logits_of, publish, published, some_tokens
-from tests.parallel.live_bytes import LiveBytes
 from tests.run.loading import job_of, whole_tensors
 
 TABLE: dict[str, Any] = {

@@ -10,19 +10,20 @@ from closeranks.cli.plan.group import PlanGroup
 
 HELP = """Say what to expect of a run before its machines are paid for.
 
-Nothing is started and torch is not imported, except by calibrate, which measures, and for a model of your own.
+Nothing is started. Torch is imported by calibrate, which measures, by dry-run, and for a model of your own alone.
 
 \b
   closeranks plan job.toml --cluster 64xh100           every layout: time, memory, days, money; and why
   closeranks plan job.toml --cluster 64xh100 --out planned.toml     the best of them, as a job file to train
   closeranks plan scale job.toml --cluster h100 --from 8 --to 1024  how it scales, and what helps next
+  closeranks plan dry-run job.toml --ranks 1024        what one rank holds and sends, run without memory
   closeranks plan goodput --devices 1024 --days 30     how much of the time trains, and how many spares pay
   closeranks plan calibrate job.toml                   measure this machine, for plans that rest on it
   closeranks plan validate --runs runs.csv             predict published runs, and compare with what was measured
 
 All options of the first: closeranks plan search --help
 """
-VERBS = ("search", "scale", "goodput", "calibrate", "validate")
+VERBS = ("search", "scale", "dry_run", "goodput", "calibrate", "validate")
 
 plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 

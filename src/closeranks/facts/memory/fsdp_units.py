@@ -49,14 +49,15 @@ def fsdp_units(stages: Sequence[Sequence[ModelUnit]], *, tensor: int, num_shards
 
 def _alone(units: Sequence[ModelUnit], tensor: int) -> list[ModelUnit]:
     """The units gathered alone: the blocks or, where there are none, every unit that is large enough. A tied weight is
-    gathered with the rest, for both its users."""
+    gathered with the rest, for both its users; a block without weights, such as an activation, is not gathered."""
     owners = Counter(weight.name for unit in units for weight in unit.weights)
     least = SMALLEST_SHARE * sum(weight.numel(tensor) for weight in distinct_parameters(units))
     has_blocks = any(unit.is_block for unit in units)
     return [
         unit
         for unit in units
-        if (unit.is_block if has_blocks else unit.numel(tensor) >= least)
+        if unit.weights
+        and (unit.is_block if has_blocks else unit.numel(tensor) >= least)
         and all(owners[weight.name] == 1 for weight in unit.weights)
     ]
 

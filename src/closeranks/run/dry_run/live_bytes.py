@@ -1,4 +1,7 @@
-"""A tool of tests: how many bytes of tensors live on the CPU, now and at most, since it was entered?"""
+"""How many bytes of tensors live on a device, now and at most?
+
+Invariant: every storage counts once, from the operation that made it until it is freed, by the size that it has then.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+FAKE = "meta"
+"""Where the storages of tensors without data are, on whatever device the tensors pretend to be."""
+
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage once, however many views it has, from the operation that made it until it is freed.
+    """Counts bytes while it is entered. ``device``: of the storages.
 
     Storages made before it was entered count only once ``watch`` has been told of them. What an operation allocates and
     frees within itself is not seen. A storage that is resized (as FSDP frees gathered weights) counts by its new size.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current = 0
         self.peak = 0
         self._device = device
@@ -44,12 +50,12 @@ class LiveBytes(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -73,10 +79,10 @@ class LiveBytes(TorchDispatchMode):
         self.current -= size
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """Of the tensor, or of those that a wrapper (a DTensor, say) holds."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, Tensor):  # a DTensor names its mesh too
                 yield from _storages(inner)
