@@ -162,3 +162,27 @@ def test_help_teaches() -> None:
     text = said("--help")
     assert "closeranks plan job.toml --cluster 64xh100" in text
     assert "--compare" in said("search", "--help")
+
+
+def test_the_cheapest_number_of_devices() -> None:
+    found = figures(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--limit", 1)
+    assert found["cluster"]["num_devices"] < 256
+    hurried = figures(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--days", 5, "--limit", 1)
+    assert hurried["cluster"]["num_devices"] == 256
+    assert hurried["plans"][0]["money"] >= found["plans"][0]["money"]
+    text = said(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--limit", 1)
+    assert f"{found['cluster']['num_devices']}*" in text
+
+
+def test_a_budget_or_a_deadline_that_is_too_small() -> None:
+    words = (BIG, "--cluster", "256xh100", "--tokens", "2T")
+    assert "a budget of 100 is too small: the cheapest plan costs" in refused(*words, "--budget", 100)
+    assert "no plan ends within 1 days: the fastest takes" in refused(*words, "--days", 1)
+
+
+def test_a_module_of_the_users_own(tmp_path: Path) -> None:
+    job = ROOT / "examples" / "own_model" / "job.toml"
+    found = figures(job, "--cluster", "4xcpu")
+    assert {plan["layout"] for plan in found["plans"]} >= {"data=4", "data=4 zero=1", "data=4 zero=3"}
+    assert all(plan["step_s"] > 0 for plan in found["plans"])
+    assert "to 3.2k samples, with goodput" in said(job, "--cluster", "4xcpu")

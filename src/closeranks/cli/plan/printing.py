@@ -15,6 +15,7 @@ from closeranks.telemetry.terminal_table import print_table, stdout
 
 if TYPE_CHECKING:
     from closeranks.cli.plan.question import JobQuestion
+    from closeranks.plan.search.cost_curve import CostPoint
     from closeranks.plan.search.search import Plan, SearchResult
 
 _MOST_CHANGES = 16
@@ -61,6 +62,13 @@ def print_why(asked: JobQuestion, result: SearchResult) -> None:
     show_table(plan_text.memory_rows(shown, titles))
     changes = single_changes(winner, asked.question, PlanEstimator(asked.question))[:_MOST_CHANGES]
     show_table(plan_text.change_rows(winner, changes))
+
+
+def print_costs(points: Sequence[CostPoint], chosen: CostPoint, currency: str) -> None:
+    console = stdout()
+    console.print("The best plan on each number of devices; * is the cheapest", soft_wrap=True)
+    show_table(plan_text.cost_rows(points, chosen, currency), gap=False)
+    console.print()
 
 
 def print_comparison(asked: JobQuestion, plans: Sequence[Plan], texts: Sequence[str], *, as_json: bool) -> None:

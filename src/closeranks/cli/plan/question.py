@@ -16,6 +16,7 @@ from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.cluster import Cluster, find_cluster, with_devices
 from closeranks.facts.layout import Layout, LayoutConstraints
+from closeranks.facts.shapes.transformer import TransformerShape
 from closeranks.plan.search.costs import CostBasis
 from closeranks.plan.search.search import PlanQuestion
 from closeranks.plan.search.space import SEARCHED_SCHEDULES, SearchSpace
@@ -70,15 +71,16 @@ def job_question(
         add_job_folder_to_path(path)
     cluster = find_cluster(cluster_text)
     cluster = with_devices(cluster, num_devices) if num_devices else cluster
-    planning_job = describe_job(job)
+    planning_job = describe_job(job, traces=True)
     workload = workload_of(planning_job, job)
-    template = own_choice(job, planning_job.constraints, cluster)
+    constraints = _known_splits(planning_job.constraints, workload)
+    template = own_choice(job, constraints, cluster)
     question = PlanQuestion(
         workload=workload,
-        constraints=planning_job.constraints,
+        constraints=constraints,
         cluster=cluster,
         template=template,
-        space=search_space(template, planning_job.constraints, cluster, keep),
+        space=search_space(template, constraints, cluster, keep),
         calibration=_calibration(calibration),
         margin=margin,
     )
@@ -90,6 +92,16 @@ def job_question(
     return JobQuestion(job, question, basis, template if template.layout.num_ranks == cluster.num_devices else None)
 
 
+def on_devices(asked: JobQuestion, num_devices: int) -> JobQuestion:
+    """The same question on another number of devices."""
+    from closeranks.run.job.job import layout_for
+
+    layout = layout_for(asked.job, num_devices)
+    template = replace(asked.question.template, layout=layout)
+    question = replace(asked.question, cluster=with_devices(asked.question.cluster, num_devices), template=template)
+    return replace(asked, question=question, own=template if layout.num_ranks == num_devices else None)
+
+
 def require_cluster(text: str, example: str) -> None:
     if not text:
         raise UserError("no cluster was named", f"Name one, such as {example}.")
@@ -98,13 +110,25 @@ def require_cluster(text: str, example: str) -> None:
 def workload_of(planning_job: PlanningJob, job: Job) -> Workload:
     from closeranks.facts.shapes.transformer import from_llama
 
-    if planning_job.llama is None:
+    if planning_job.llama is not None:
+        shape = from_llama(planning_job.llama)
+        return Workload(shape, job.data.seq_len, job.train.global_batch, planning_job.structure)
+    trace = planning_job.trace
+    if trace is None or not trace.flops_per_sample:
+        why = f": {trace.untraced[0]}" if trace is not None and trace.untraced else ""
         raise UserError(
-            f"the time of a step of the model '{job.model.name}' cannot be planned: its products are not known",
-            "Plan a job with a Llama, or one whose module can be traced.",
+            f"the time of a step of the model '{job.model.name}' cannot be planned, its products are not known{why}",
+            "Plan a job with a Llama, or with a module of your own that can run on tensors without data.",
         )
-    shape = from_llama(planning_job.llama)
-    return Workload(shape, job.data.seq_len, job.train.global_batch, planning_job.structure)
+    return Workload(trace, job.data.seq_len or 1, job.train.global_batch, planning_job.structure)
+
+
+def _known_splits(constraints: LayoutConstraints, workload: Workload) -> LayoutConstraints:
+    """A traced module is known unit by unit: not how it splits over a tensor axis, nor into more stages than blocks."""
+    if isinstance(workload.shape, TransformerShape):
+        return constraints
+    num_layers = min(constraints.num_layers, workload.num_blocks)
+    return replace(constraints, has_tensor_rules=False, num_layers=num_layers, num_heads=0)
 
 
 def own_choice(job: Job, constraints: LayoutConstraints, cluster: Cluster) -> PlanChoice:

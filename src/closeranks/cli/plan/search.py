@@ -7,7 +7,7 @@ that ``--json`` can be piped.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ HELP = """Rank the layouts of a job on a cluster: time of a step, memory, MFU, g
   closeranks plan job.toml --cluster cluster.toml --tokens 300B --why
   closeranks plan job.toml --cluster 64xh100 model.preset=13b train.global_batch=512 --out planned.toml
   closeranks plan job.toml --cluster 512xa100 --compare "data=64 tensor=4 pipeline=2" "tensor=8"
+  closeranks plan job.toml --cluster 1024xh100 --tokens 300B --sort cost --days 30
   closeranks plan job.toml --cluster 64xh100 --keep micro-batch --keep precision
   closeranks plan job.toml --cluster 1024xh100 --tokens 2T --picture plans.png
   closeranks plan job.toml --cluster 64xh100 --json > plans.json
@@ -77,6 +78,13 @@ def search(
     keep: Keep = None,
     compare: Compare = ("", ""),
     margin: Margin = 0.02,
+    sort: Annotated[
+        Literal["time", "cost"], typer.Option(help="cost: the cheapest number of devices up to the cluster's.")
+    ] = "time",
+    days: Annotated[float, typer.Option(min=0, help="With --sort cost: the run must end within so many days.")] = 0.0,
+    budget: Annotated[
+        float, typer.Option(min=0, help="With --sort cost: refuse what costs more, in the cluster's currency.")
+    ] = 0.0,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Layouts to list.")] = 10,
     why: Annotated[bool, typer.Option("--why", help="Say why the plan won, and what others would need.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the advised plan as a job file.", metavar="JOB.toml")] = None,
@@ -102,6 +110,8 @@ def search(
     if any(compare):
         _compare(asked, compare, as_json=as_json)
         return
+    if sort == "cost" or days or budget:
+        asked = _cheapest(asked, days, budget, as_json=as_json)
     result = search_plans(asked.question, limit)
     if picture is not None and result.plans:
         _draw(asked, result, f"{job.name} on {cluster}", picture)
@@ -120,13 +130,29 @@ def _compare(asked: JobQuestion, texts: tuple[str, str], *, as_json: bool) -> No
     print_comparison(asked, plans, texts, as_json=as_json)
 
 
+def _cheapest(asked: JobQuestion, days: float, budget: float, *, as_json: bool) -> JobQuestion:
+    """The question on the number of devices on which the tokens cost least."""
+    from closeranks.cli.plan.printing import print_costs
+    from closeranks.cli.plan.question import on_devices
+    from closeranks.plan.search.cost_curve import cheapest, cost_points, fewer_devices
+
+    points = cost_points(asked.question, asked.basis, fewer_devices(asked.question.cluster.num_devices))
+    chosen = cheapest(points, most_days=days, budget=budget)
+    if not as_json:
+        print_costs(points, chosen, asked.question.cluster.currency)
+    return on_devices(asked, chosen.num_devices)
+
+
 def _draw(asked: JobQuestion, result: SearchResult, title: str, picture: Path) -> None:
     from closeranks.cli.pictures import picture_errors_explained
     from closeranks.plan.search.cost_curve import cost_points
     from closeranks.plan.search.plan_picture import draw_plans
 
     cluster = asked.question.cluster
-    points = cost_points(asked.question, asked.basis)
+    count = cluster.num_devices
+    points = cost_points(
+        asked.question, asked.basis, {count // 8 or 1, count // 4 or 1, count // 2 or 1, count, 2 * count}
+    )
     with picture_errors_explained(picture):
         draw_plans(title, result.plans, result.winner, cluster.device.memory_bytes, points, cluster.currency, picture)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, legal_problems
 from closeranks.plan.search.search import Plan, PlanEstimator, PlanQuestion
 from closeranks.plan.search.space import planned_only
-from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute
+from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute, choice_problems
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "fp8")
@@ -55,6 +55,8 @@ def is_legal(choice: PlanChoice, question: PlanQuestion) -> bool:
     if choice.precision not in cluster.device.peak_flops or layout.num_ranks > cluster.num_devices:
         return False
     if choice.micro_batch > needs.global_batch or (layout.context > 1 and not _splits_context(layout, needs)):
+        return False
+    if choice_problems(question.workload, choice, layout.num_ranks):
         return False
     return not legal_problems(replace(layout, context=1, expert=1), needs)
 

@@ -33,6 +33,10 @@ class CostBasis:
     """Tokens to train on (samples for models without a sequence)."""
     failures: FailureTable | None = None
 
+    @property
+    def noun(self) -> str:
+        return "tokens" if self.seq_len > 1 else "samples"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanCosts:

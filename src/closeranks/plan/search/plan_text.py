@@ -12,7 +12,9 @@ from dataclasses import replace
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.durations import format_duration
 from closeranks.facts.layout import Layout, divisors, legal_problems
+from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.plan.search.changes import PlanChange, smallest_fitting_change
+from closeranks.plan.search.cost_curve import CostPoint
 from closeranks.plan.search.costs import DAY_S, CostBasis, PlanCosts
 from closeranks.plan.search.reasons import runner_up_needs, why_winner
 from closeranks.plan.search.search import BORDERLINE, Plan, PlanEstimator, PlanQuestion, SearchResult
@@ -192,8 +194,12 @@ def remarks(basis: CostBasis, own: Plan | None, result: SearchResult) -> list[st
     """What the marks mean, what days and cost count, and what the job's own layout does."""
     is_listed = own is not None and any(plan.choice == own.choice for plan in result.plans)
     marks = "* is the plan that is advised" + ("; = is the job's own." if is_listed else ".")
-    budget = "" if basis.budget is None else f" run and cost are to {count_text(basis.budget)} tokens, with goodput."
+    budget = (
+        "" if basis.budget is None else f" run and cost are to {count_text(basis.budget)} {basis.noun}, with goodput."
+    )
     lines = [marks + budget]
+    if isinstance(trace := result.question.workload.shape, ModuleTrace):
+        lines += [f"Not in these figures: {sentence}" for sentence in trace.untraced]
     if own is not None and not is_listed:
         lines.append(
             f"The job's own plan ({choice_text(own.choice)}) would take {seconds_text(own.step.seconds)} a step; "
@@ -261,6 +267,22 @@ def count_text(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{name}"
     return f"{count:.3g}"
+
+
+def cost_rows(points: Sequence[CostPoint], chosen: CostPoint, currency: str) -> Rows:
+    """The best plan on each number of devices."""
+    rows: Rows = [("devices", "layout", "step", "MFU", "run", "device-hours", "cost")]
+    for point in points:
+        plan, costs = point.plan, point.costs
+        run = "-" if costs.days is None else format_duration(DAY_S * costs.days)
+        hours = "-" if costs.device_hours is None else f"{costs.device_hours:,.0f}"
+        rows.append(
+            (
+                f"{point.num_devices:,}{'*' if point is chosen else ''}", layout_text(plan.choice),
+                seconds_text(plan.step.seconds), percent(plan.step.mfu), run, hours, money_text(costs.money, currency),
+            )
+        )  # fmt: skip
+    return rows
 
 
 def money_text(amount: float | None, currency: str) -> str:
