@@ -9,6 +9,7 @@ from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
 from closeranks.facts.shapes.transformer import from_llama
 from closeranks.plan.search.changes import single_changes, smallest_fitting_change
+from closeranks.plan.search.cost_curve import fewest_devices
 from closeranks.plan.search.plan_text import nothing_fits_text, tensor_host_warning
 from closeranks.plan.search.reasons import runner_up_needs, why_winner
 from closeranks.plan.search.search import PlanEstimator, PlanQuestion, layout_key, search_plans, simplest_within
@@ -92,6 +93,10 @@ def test_nothing_fits_says_by_how_much_and_what_would() -> None:
     text = nothing_fits_text(result, change)
     assert f"{result.closest.memory.missing_bytes / 2**30:,.1f} GiB too much" in text
     assert ("planned only" in text) if change else ("No single change" in text)
+    more = fewest_devices(asked)
+    assert more is not None
+    assert more.choice.layout.num_ranks == 16
+    assert "On 16 devices" in nothing_fits_text(result, change, more)
 
 
 def test_the_smallest_change_that_fits_is_a_setting_before_an_axis() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from closeranks.plan.search import plan_text
 from closeranks.plan.search.changes import is_legal, single_changes, smallest_fitting_change
+from closeranks.plan.search.cost_curve import fewest_devices
 from closeranks.plan.search.costs import plan_costs
 from closeranks.plan.search.plan_json import plan_json, result_json
 from closeranks.plan.search.search import PlanEstimator
@@ -30,12 +31,14 @@ def print_result(asked: JobQuestion, result: SearchResult, name: str, *, why: bo
     if not result.plans:
         estimator = PlanEstimator(asked.question)
         change = smallest_fitting_change(result.closest, asked.question, estimator) if result.closest else None
-        console.print("", plan_text.nothing_fits_text(result, change), sep="\n", soft_wrap=True)
+        more = fewest_devices(asked.question)
+        console.print("", plan_text.nothing_fits_text(result, change, more), sep="\n", soft_wrap=True)
         return
     costs = [plan_costs(plan, cluster, asked.basis) for plan in result.plans]
     own = own_plan(asked)
     show_table(
-        plan_text.plan_rows(result.plans, costs, result.winner, own, cluster.currency), droppable=plan_text.DROPPABLE
+        plan_text.plan_rows(result.plans, costs, result.winner, own, cluster.currency, asked.basis.noun),
+        droppable=plan_text.DROPPABLE,
     )
     for line in plan_text.remarks(asked.basis, own, result):
         console.print(line, soft_wrap=True)
@@ -79,9 +82,12 @@ def print_comparison(asked: JobQuestion, plans: Sequence[Plan], texts: Sequence[
         return
     console = stdout()
     console.print(plan_text.cluster_line(cluster), soft_wrap=True)
-    show_table(plan_text.plan_rows(plans, costs, None, None, cluster.currency), droppable=plan_text.DROPPABLE)
+    show_table(
+        plan_text.plan_rows(plans, costs, None, None, cluster.currency, asked.basis.noun), droppable=plan_text.DROPPABLE
+    )
     show_table(plan_text.part_rows(plans, texts))
     show_table(plan_text.memory_rows(plans, texts))
+    show_table(plan_text.convention_rows(plans, texts, asked.question))
     estimator = PlanEstimator(asked.question)
     console.print("", *plan_text.comparison_lines(plans, asked.question, estimator), sep="\n", soft_wrap=True)
 

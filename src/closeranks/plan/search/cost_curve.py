@@ -13,6 +13,8 @@ from closeranks.facts.cluster import with_devices
 from closeranks.plan.search.costs import CostBasis, PlanCosts, plan_costs
 from closeranks.plan.search.search import Plan, PlanQuestion, search_plans
 
+_MOST_DOUBLINGS = 6
+
 
 @dataclass(frozen=True, slots=True)
 class CostPoint:
@@ -44,6 +46,15 @@ def _cost_point(question: PlanQuestion, basis: CostBasis, num_devices: int) -> C
         return None  # hosts that are not full
     winner = search_plans(replace(question, cluster=cluster), limit=1).winner
     return None if winner is None else CostPoint(num_devices, winner, plan_costs(winner, cluster, basis))
+
+
+def fewest_devices(question: PlanQuestion) -> Plan | None:
+    """The best plan on the fewest devices on which one fits, in doublings of the cluster; None up to 64 times it."""
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        cluster = with_devices(question.cluster, question.cluster.num_devices << doublings)
+        if winner := search_plans(replace(question, cluster=cluster), limit=1).winner:
+            return winner
+    return None
 
 
 def cheapest(points: Sequence[CostPoint], *, most_days: float = 0.0, budget: float = 0.0) -> CostPoint:

@@ -13,6 +13,7 @@ from closeranks.facts.cluster import Cluster
 from closeranks.facts.durations import format_duration
 from closeranks.facts.layout import Layout, divisors, legal_problems
 from closeranks.facts.shapes.module_trace import ModuleTrace
+from closeranks.plan.memory.estimate import side_by_side
 from closeranks.plan.search.changes import PlanChange, smallest_fitting_change
 from closeranks.plan.search.cost_curve import CostPoint
 from closeranks.plan.search.costs import DAY_S, CostBasis, PlanCosts
@@ -24,10 +25,10 @@ from closeranks.plan.step_time.workload import PlanChoice
 Rows = list[tuple[str, ...]]
 """The first is the heading."""
 HEADINGS = (
-    "", "layout", "micro", "recompute", "precision", "compile", "step", "MFU", "tokens/s", "memory", "", "goodput",
-    "run", "cost",
+    "", "layout", "micro", "recompute", "precision", "compile", "step", "MFU", "{}/s", "memory", "", "goodput", "run",
+    "cost",
 )  # fmt: skip
-DROPPABLE = ("goodput", "tokens/s", "compile", "precision", "recompute")
+DROPPABLE = ("goodput", "tokens/s", "samples/s", "compile", "precision", "recompute")
 """Columns that a narrow terminal leaves out, in this order."""
 _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£"}
 _GIB = 1 << 30
@@ -48,14 +49,20 @@ def cluster_line(cluster: Cluster) -> str:
 def headline(name: str, result: SearchResult) -> str:
     cluster = result.question.cluster
     tried = f"{result.num_choices:,} choices of {result.num_layouts:,} layouts were timed"
-    found = f"{len(result.plans)} that fit are shown" if result.plans else "none fits"
+    count = len(result.plans)
+    found = f"{count} that fit{'s is' if count == 1 else ' are'} shown" if count else "none fits"
     return f"{name} on {cluster_line(cluster)}.\n{tried}; {found}."
 
 
 def plan_rows(
-    plans: Sequence[Plan], costs: Sequence[PlanCosts], winner: Plan | None, own: Plan | None, currency: str
+    plans: Sequence[Plan],
+    costs: Sequence[PlanCosts],
+    winner: Plan | None,
+    own: Plan | None,
+    currency: str,
+    noun: str = "tokens",
 ) -> Rows:
-    rows: Rows = [HEADINGS]
+    rows: Rows = [tuple(heading.format(noun) for heading in HEADINGS)]
     for number, (plan, cost) in enumerate(zip(plans, costs, strict=True), 1):
         mark = ("*" if plan is winner else "") + ("=" if own is not None and plan.choice == own.choice else "")
         rows.append((f"{number}{mark}", *_cells(plan, cost, currency)))
@@ -132,6 +139,20 @@ def memory_rows(plans: Sequence[Plan], titles: Sequence[str]) -> Rows:
     return rows
 
 
+def convention_rows(plans: Sequence[Plan], titles: Sequence[str], question: PlanQuestion) -> Rows:
+    """The memory of a device if weights, gradients and optimizer took 16 bytes a parameter, or 12."""
+    pairs = [side_by_side(question.workload, plan.choice, question.cluster) for plan in plans]
+    rows: Rows = [("state of a parameter", *titles)]
+    for name, found in zip(
+        ("16 bytes: float32 master weights", "12 bytes: lean states"), zip(*pairs, strict=True), strict=True
+    ):
+        rows.append((name, *(f"{gib_text(one.total_bytes)} {one.verdict}" for one in found)))
+    rows.append(
+        ("as closeranks trains", *(f"{gib_text(plan.memory.total_bytes)} {plan.memory.verdict}" for plan in plans))
+    )
+    return rows
+
+
 def _gib_cell(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:,.2f}" if num_bytes else "-"
 
@@ -169,8 +190,9 @@ def why_lines(result: SearchResult) -> list[str]:
     return lines
 
 
-def nothing_fits_text(result: SearchResult, change: PlanChange | None) -> str:
-    """By how much the closest plan misses, and what would make it fit."""
+def nothing_fits_text(result: SearchResult, change: PlanChange | None, more: Plan | None = None) -> str:
+    """By how much the closest plan misses, and what would make it fit. ``more``: the plan on the fewest devices on
+    which one fits."""
     closest = result.closest
     if closest is None:
         return "No layout is legal for this model, batch and cluster."
@@ -178,12 +200,13 @@ def nothing_fits_text(result: SearchResult, change: PlanChange | None) -> str:
         f"Nothing fits. {choice_text(closest.choice)} comes closest: it needs "
         f"{gib_text(closest.memory.total_bytes)} on a device, {gib_text(closest.memory.missing_bytes)} too much."
     )
-    return f"{text} {fix_text(change)}"
+    where = "" if more is None else f" On {more.choice.layout.num_ranks:,} devices {choice_text(more.choice)} fits."
+    return f"{text} {fix_text(change)}{where}"
 
 
 def fix_text(change: PlanChange | None) -> str:
     if change is None:
-        return "No single change makes it fit: use more devices, or devices with more memory."
+        return "No single change makes it fit on these devices."
     only = " (planned only: this version does not train it)" if change.planned_only else ""
     return f"The smallest change that makes it fit: {change.what}{only}; a step then takes " + (
         f"{seconds_text(change.plan.step.seconds)}."
