@@ -57,7 +57,8 @@ def test_workers_of_a_host_up_to_two_for_each_core() -> None:
 
 def test_what_is_trained_for_a_calibration() -> None:
     cpu = calibration_runs(TINY, "cpu", num_cores=2)
-    assert [(run.num_workers, run.choice().micro_batch) for run in cpu] == [(1, 3), (2, 3), (2, 6)]
+    assert [(run.num_workers, run.choice().micro_batch) for run in cpu] == [(1, 3), (2, 3), (2, 6), (2, 6)]
+    assert [run.choice().layout.tensor for run in cpu] == [1, 1, 1, 2]
     assert all(run.choice().num_micro(run.workload().global_batch) == 2 for run in cpu)
     gpu = calibration_runs(TINY, "cuda", num_cores=16)
     assert [(run.num_workers, run.choice().micro_batch) for run in gpu] == [(1, 1), (1, 3)]

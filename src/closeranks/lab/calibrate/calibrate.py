@@ -22,6 +22,7 @@ import torch
 from closeranks.core.errors import SetupError, UserError
 from closeranks.facts.calibration import Calibration, CollectiveTime, WorkerSlowdown
 from closeranks.facts.cluster import parse_cluster
+from closeranks.facts.layout import Layout
 from closeranks.lab.calibrate import kernels, workers
 from closeranks.lab.calibrate.corrections import TrainedSteps, corrected
 from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
@@ -89,27 +90,32 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
 
 
 def calibration_runs(job: Path, device_type: str, num_cores: int) -> tuple[StepRun, ...]:
-    """What a calibration trains: two sizes of micro-batch, and on a CPU one worker alone and two beside each other."""
+    """Two sizes of micro-batch; on a CPU by one worker alone, and by two that share the data or the matrices."""
     micro = planned_choice(load_job(job).value, 1).micro_batch
     small = max(1, micro // 2) if device_type == "cuda" else micro
     large = micro if device_type == "cuda" else 2 * micro
     two = min(2, num_cores) if device_type == "cpu" else 1
     sizes = dict.fromkeys([(1, small), (two, small), (two, large)])
-    return tuple(_step_run(job, device_type, workers, size) for workers, size in sizes)
+    runs = [_step_run(job, device_type, Layout(workers), size) for workers, size in sizes]
+    if two > 1:
+        runs.append(_step_run(job, device_type, Layout(tensor=two), large))
+    return tuple(runs)
 
 
-def _step_run(job: Path, device_type: str, num_workers: int, micro_batch: int) -> StepRun:
-    batch = (f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch * num_workers}")
-    axes = (f"layout.data={num_workers}", "layout.zero=0", "layout.tensor=1", "layout.pipeline=1")
-    return StepRun(job, (*batch, *axes, f"run.device={device_type}"), num_workers)
+def _step_run(job: Path, device_type: str, layout: Layout, micro_batch: int) -> StepRun:
+    batch = (f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch * layout.data}")
+    how = ("train.recompute=none", f"run.device={device_type}")
+    return StepRun(job, (f"layout={layout}", *batch, *how), layout.num_ranks)
 
 
 def _trained(runs: Sequence[StepRun], calibration: Calibration, clock: _Clock) -> Iterator[TrainedSteps]:
     for run in runs:
-        clock.say(f"steps of {run.job.name}, {run.num_workers} worker(s), {run.overrides[0]}")
+        clock.say(f"steps of {run.job.name}, {run.overrides[0]} {run.overrides[1]}")
         try:
             cluster = parse_cluster(f"{run.num_workers}x{_planned_name(calibration)}")
-            yield TrainedSteps(run.workload(), run.choice(), cluster, run_steps(run))
+            measured = run_steps(run)
+            clock.say(f"  {1e3 * measured.seconds:.0f} ms a step")
+            yield TrainedSteps(run.workload(), run.choice(), cluster, measured)
         except (StepRunFailed, UserError) as error:
             clock.say(f"not measured: {error}")
 

@@ -1,8 +1,9 @@
 """What do whole steps take beyond their operations measured alone? Fits a calibration to steps that were trained. Pure.
 
 Forward and backward of a run are its products and attention, its memory-bound operations, each times a factor, and a
-fixed time for each micro-batch. There are few runs, so the factors are pulled to 1 and the fixed time to 0, each by how
-well it is known beforehand. Invariant: without runs a calibration stays as it is; nothing that is fitted is negative.
+fixed time for each micro-batch. There are few runs, so factors are held near 1, and the fixed time near that of
+dispatching the operations of the blocks. Invariant: without runs a calibration stays as it is; nothing that is fitted
+is negative.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from closeranks.plan.step_time import measured_times as names
 from closeranks.plan.step_time.estimate import StepEstimate, estimate_step
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
-_LATITUDE = {"products": 0.1, "memory": 2.0, "micro": 0.5}
-"""How far each may lie from what is expected: factors by this much of themselves, the fixed time by this share of
-forward and backward."""
+_LATITUDE = {"products": 0.15, "memory": 2.0, "micro": 0.5}
+"""How far each may lie from what is expected, as a share of it."""
+_BLOCK_OPERATIONS = 200
+"""Operations of a block, forward and backward: what each costs before it computes is the expected fixed time."""
+_MANY_OPERATIONS_S = 2e-3
+"""The same for a block, where dispatch was not measured."""
 _NOISE = 0.02
 """Of the measured forward and backward of a run."""
 _COMMUNICATION = {
@@ -63,13 +67,30 @@ def corrected(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibra
         return calibration
     plain = replace(calibration, corrections={}, step_overhead_s=0.0, micro_batch_overhead_s=0.0)
     found = [_Compared.of(run, plain) for run in runs]
-    products, memory, micro_s = _computation(found)
+    dispatch_s = _BLOCK_OPERATIONS * plain.op_overhead_s if plain.op_overhead_s else _MANY_OPERATIONS_S
+    whole = [one for one in found if one.run.choice.layout.tensor == 1]
+    products, memory, micro_s = _computation(whole or found, dispatch_s * runs[0].workload.num_blocks)
     corrections = {names.PRODUCTS: products, names.ATTENTION: products, **memory}
     corrections |= _ratio(found, names.OPTIMIZER, OPTIMIZER, (names.OPTIMIZER,))
     for name, (group, parts) in _COMMUNICATION.items():
         corrections |= _ratio(found, name, group, parts)
     step_s = fmean((one.run.measured.groups[OVERHEAD] + one.run.measured.groups[INPUT]) / one.slowdown for one in found)
-    return replace(plain, corrections=corrections, step_overhead_s=step_s, micro_batch_overhead_s=micro_s)
+    fitted = replace(plain, corrections=corrections, step_overhead_s=step_s, micro_batch_overhead_s=micro_s)
+    return _with_tensor(fitted, [one.run for one in found if one.run.choice.layout.tensor > 1])
+
+
+def _with_tensor(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibration:
+    """What a split model computes longer than its shapes say is split and put together again: it counts as
+    communication."""
+    measured_s = estimated_s = 0.0
+    for run in runs:
+        parts = {part.name: part.seconds for part in run.estimate(calibration).parts}
+        communication = parts["tensor communication"]
+        measured_s += max(0.0, run.measured.seconds - sum(parts.values()) + communication)
+        estimated_s += communication / calibration.correction(names.TENSOR)
+    if not estimated_s:
+        return calibration
+    return replace(calibration, corrections={**calibration.corrections, names.TENSOR: measured_s / estimated_s})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +107,10 @@ class _Compared:
         return cls(run, parts, slowdown)
 
 
-def _computation(found: Sequence[_Compared]) -> tuple[float, dict[str, float], float]:
+def _computation(found: Sequence[_Compared], expected_s: float) -> tuple[float, dict[str, float], float]:
     """Factors of products with attention and of memory-bound operations, and seconds of a micro-batch: those that are
-    likeliest given the runs, by least squares."""
+    likeliest given the runs, by least squares. ``expected_s``: of a micro-batch, without any run."""
     kinds = sorted({one.run.choice.compiled for one in found})
-    middle = fmean(one.run.measured.groups[COMPUTE] / one.run.num_micro for one in found)
     rows, wanted = [], []
     for one in found:
         measured = one.run.measured.groups[COMPUTE]
@@ -101,20 +121,19 @@ def _computation(found: Sequence[_Compared]) -> tuple[float, dict[str, float], f
         share = computed / (computed + moved) if computed + moved else 0.0
         row = [computed + share * repeated]
         row += [(moved + (1 - share) * repeated) * (kind == one.run.choice.compiled) for kind in kinds]
-        row += [one.run.num_micro * one.slowdown * middle]
+        row += [one.run.num_micro * one.slowdown * expected_s]
         weight = 1 / (_NOISE * measured)
         rows.append([weight * value for value in row])
         wanted.append(weight * (measured - one.parts["loss"]))
-    expected = [1.0, *[1.0] * len(kinds), 0.0]
     latitude = [_LATITUDE["products"], *[_LATITUDE["memory"]] * len(kinds), _LATITUDE["micro"]]
-    for place, (value, by) in enumerate(zip(expected, latitude, strict=True)):
-        rows.append([1 / by if column == place else 0.0 for column in range(len(expected))])
-        wanted.append(value / by)
+    for place, by in enumerate(latitude):
+        rows.append([1 / by if column == place else 0.0 for column in range(len(latitude))])
+        wanted.append(1 / by)
     solved = _not_negative(np.array(rows), np.array(wanted))
     memory = {
         names.memory_bound_name(is_compiled=kind): float(value) for kind, value in zip(kinds, solved[1:-1], strict=True)
     }
-    return float(solved[0]), memory, float(solved[-1]) * middle
+    return float(solved[0]), memory, float(solved[-1]) * expected_s
 
 
 def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:

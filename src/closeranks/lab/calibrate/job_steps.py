@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from closeranks.core.system.linux import die_with_parent
-from closeranks.plan.check.measured_step import StepGroups, measured_step
+from closeranks.plan.check.measured_step import StepGroups, typical_step
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 from closeranks.run.diagnosis import load_facts
 from closeranks.run.job.job import Job, load_job
@@ -84,4 +84,4 @@ def run_steps(run: StepRun, environment: Sequence[str] = ()) -> StepGroups:
         facts = load_facts(target)
     if not facts.num_steps:
         raise StepRunFailed("it recorded no steps")
-    return measured_step(facts.phases)
+    return typical_step(facts.times)

@@ -7,10 +7,12 @@ no plan contains (saves, evaluations, compiling) is kept apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 
 from closeranks.core import phases
+from closeranks.core.events import StepPhases
 
 COMPUTE = "forward and backward"
 DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "data axis", "tensor axis", "pipeline axis"
@@ -62,6 +64,22 @@ def measured_step(phase_s: Mapping[str, float]) -> StepGroups:
         else:
             groups[_group_of_phase(name)] += seconds
     return StepGroups(sum(groups.values()), groups, unplanned)
+
+
+def typical_step(times: Mapping[int, Sequence[StepPhases]]) -> StepGroups:
+    """The median step, in which one that something disturbed counts little; ``times``: by rank, the same steps for
+    each."""
+    steps = []
+    for ranks in zip(*times.values(), strict=True):
+        names = dict.fromkeys(name for one in ranks for name in one.phases)
+        steps.append(measured_step({name: fmean(one.phases.get(name, 0.0) for one in ranks) for name in names}))
+    seconds = median(step.seconds for step in steps)
+    middle = {group: median(step.groups[group] for step in steps) for group in GROUPS}
+    # Medians of groups do not add up to that of the steps.
+    scale = seconds / total if (total := sum(middle.values())) else 1.0
+    unplanned = dict.fromkeys(name for step in steps for name in step.unplanned)
+    means = {name: fmean(step.unplanned.get(name, 0.0) for step in steps) for name in unplanned}
+    return StepGroups(seconds, {group: scale * value for group, value in middle.items()}, means)
 
 
 def _group_of_phase(name: str) -> str:
