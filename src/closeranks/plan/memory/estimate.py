@@ -25,7 +25,7 @@ from closeranks.plan.step_time.workload import PlanChoice, Workload
 
 Verdict = Literal["fits", "borderline", "does not fit"]
 
-MARGIN = 0.05
+MARGIN = 0.10
 """Of the estimate: how far from the device's memory a verdict stays."""
 _MIB = 1 << 20
 _CONTEXT_BYTES = 600 * _MIB
