@@ -19,11 +19,12 @@ Nothing is started. Torch is imported by calibrate, which measures, by dry-run, 
   closeranks plan dry-run job.toml --ranks 1024        what one rank holds and sends, run without memory
   closeranks plan goodput --devices 1024 --days 30     how much of the time trains, and how many spares pay
   closeranks plan calibrate job.toml                   measure this machine, for plans that rest on it
+  closeranks plan check runs/tiny                      what was predicted of a run beside what it measured
   closeranks plan validate --runs runs.csv             predict published runs, and compare with what was measured
 
 All options of the first: closeranks plan search --help
 """
-VERBS = ("search", "scale", "dry_run", "goodput", "calibrate", "validate")
+VERBS = ("search", "scale", "dry_run", "goodput", "calibrate", "check", "validate")
 
 plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
