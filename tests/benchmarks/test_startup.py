@@ -8,6 +8,7 @@ SECONDS = {
     "python": [0.02, 0.01, 0.03],
     "import": [0.05, 0.06, 0.04],
     "help": [0.2, 0.1, 0.25],
+    "plan help": [0.2, 0.1, 0.25],
     "config": [0.4, 0.3, 0.45],
 }
 
@@ -26,5 +27,5 @@ def test_one_slow_command_fails_the_goal() -> None:
 
 def test_it_runs() -> None:
     figures = run_script("startup.py", "--runs", "1")["figures"]
-    assert set(figures) == {"python", "import", "help", "config"}
+    assert set(figures) == {"python", "import", "help", "plan help", "config"}
     assert 0 < figures["python"]["best_s"] < figures["config"]["best_s"]
