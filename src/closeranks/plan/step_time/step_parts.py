@@ -21,13 +21,13 @@ from closeranks.plan.step_time.comm_time import (
 from closeranks.plan.step_time.micro_cost import BlockCost, MicroCost
 from closeranks.plan.step_time.model_figures import ModelFigures
 from closeranks.plan.step_time.operation_times import OperationTimes
+from closeranks.plan.step_time.pipeline_bubble import PipelineWork, bubble_seconds
 from closeranks.plan.step_time.stage_loads import RankLoad
 from closeranks.plan.step_time.workload import PlanChoice
 
 _OFFLOAD_BYTES_PER_S = 20e9
 _OFFLOAD_BYTES = 8.0
 """Per parameter over the link to host memory: its gradient down, its weight up."""
-_ZERO_BUBBLE = frozenset({"interleaved-zero-bubble", "zbv", "dualpipev"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,15 @@ class StepParts:
         overlap = times.constants.overlap
         self._overlap = overlap if can_overlap else replace(overlap, hidden=0.0)
         self._block = ForwardBackward(self._mixed(_forward), self._mixed(_backward))
+        self._waits = self._launch_waits()
         seconds = [self._rank_seconds(load) for load, _ in loads]
         totals = [_both(one) for one in seconds]
         fullest = totals.index(max(totals))
         self._fullest, self._seconds = loads[fullest][0], seconds[fullest]
-        self._all_ranks_s = sum(total * count for total, (_, count) in zip(totals, loads, strict=True))
+        self._all_ranks = ForwardBackward(
+            sum(one.forward * count for one, (_, count) in zip(seconds, loads, strict=True)),
+            sum(one.backward * count for one, (_, count) in zip(seconds, loads, strict=True)),
+        )
 
     def collect(self) -> tuple[StepPart, ...]:
         parts = (*self._computation(), *self._communication(), *self._once_per_step())
@@ -72,12 +76,34 @@ class StepParts:
         )
 
     def _rank_seconds(self, load: RankLoad) -> ForwardBackward:
+        """On one micro-batch."""
         micro, blocks, block = self._micro, load.num_blocks, self._block
         ends_s = load.num_embeddings * (micro.embedding_s + micro.end_comm_s) + load.num_heads * micro.end_comm_s
+        host = self._host(load)
         return ForwardBackward(
-            blocks * block.forward + load.num_heads * micro.head.forward + ends_s / 2,
-            blocks * block.backward + load.num_heads * micro.head.backward + ends_s / 2,
+            blocks * block.forward + load.num_heads * micro.head.forward + ends_s / 2 + host.forward,
+            blocks * block.backward + load.num_heads * micro.head.backward + ends_s / 2 + host.backward,
         )
+
+    def _launch_waits(self) -> ForwardBackward:
+        """How long the device waits, in one block and micro-batch, for the host to launch the next operations."""
+        if self._times.cluster.device.kind == "cpu":
+            return ForwardBackward(0.0, 0.0)
+        software = self._software
+        host = software.host_block_compiled_s if self._choice.compiled else software.host_block_s
+        again = 2 if self._choice.recompute == "full" else 1
+        return ForwardBackward(max(0.0, host - self._block.forward), max(0.0, again * host - self._block.backward))
+
+    def _host(self, load: RankLoad) -> ForwardBackward:
+        """What the host adds to one micro-batch: waits for launches, and a fixed time."""
+        if measured := self._times.measured:
+            share = load.num_blocks / self._figures.num_blocks
+            once, twice = measured.overhead_s(0, share), measured.overhead_s(1, share)
+            if once is not None and twice is not None:
+                return ForwardBackward((twice - once) / 3, (twice - once) * 2 / 3)
+        fixed_s = 0.0 if self._times.cluster.device.kind == "cpu" else self._software.micro_s
+        blocks, waits = load.num_blocks, self._waits
+        return ForwardBackward(blocks * waits.forward + fixed_s / 3, blocks * waits.backward + fixed_s * 2 / 3)
 
     def _mixed(self, of_block: Callable[[BlockCost], float]) -> float:
         """Of an average block, where some have experts."""
@@ -107,16 +133,14 @@ class StepParts:
         yield "pipeline sends", self._sends_s()
 
     def _bubble_s(self) -> float:
-        """The time in which the other ranks work on the first and the last micro-batch, in a closed form for each kind
-        of schedule, which the tests compare with the schedules' timelines."""
-        if self._choice.layout.pipeline == 1:
-            return 0.0
-        others_s = self._all_ranks_s - _both(self._seconds)
-        per_rank = self._choice.stages_per_rank
-        if self._choice.layout.schedule in _ZERO_BUBBLE:
-            # Weight gradients fill the waits: what is left is one stage's forward for each rank above.
-            return others_s * self._seconds.forward / _both(self._seconds) / per_rank
-        return others_s / per_rank
+        layout = self._choice.layout
+        work = PipelineWork(
+            self._all_ranks.forward - self._seconds.forward,
+            self._all_ranks.backward - self._seconds.backward,
+            layout.pipeline,
+            self._choice.stages_per_rank,
+        )
+        return bubble_seconds(work, layout.schedule, self._num_micro)
 
     def _sends_s(self) -> float:
         """Each micro-batch is received and sent on, in both directions; a rank cannot compute on what has not come."""
@@ -164,17 +188,11 @@ class StepParts:
         return exposed + self._num_micro * blocks * each
 
     def _overhead_s(self) -> float:
-        """Fixed costs, and the time in which the device waits for the host to launch the next operations."""
-        software, blocks = self._software, self._fullest.num_blocks
-        share = blocks / self._figures.num_blocks
-        if self._times.measured and (found := self._times.measured.overhead_s(self._num_micro, share)) is not None:
-            return found
-        if self._times.cluster.device.kind == "cpu":
-            return 0.0
-        host = software.host_block_compiled_s if self._choice.compiled else software.host_block_s
-        launches = host * (3 if self._choice.recompute == "full" else 2)
-        waits = blocks * max(0.0, launches - _both(self._block))
-        return software.step_s + self._num_micro * (software.micro_s + waits)
+        """Fixed costs, and waits for the host."""
+        step_s = 0.0 if self._times.cluster.device.kind == "cpu" else self._software.step_s
+        if self._times.measured and (found := self._times.measured.overhead_s(0, 1.0)) is not None:
+            step_s = found
+        return step_s + self._num_micro * _both(self._host(self._fullest))
 
 
 def _both(time: ForwardBackward) -> float:
