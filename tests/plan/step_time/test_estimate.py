@@ -54,8 +54,8 @@ def test_one_h200_step_by_its_measured_parts() -> None:
 
 
 def test_stages_work_one_after_another_on_one_micro_batch() -> None:
-    """A pipeline does not make one micro-batch faster, launches included; where gradients of weights are computed apart,
-    the ranks compute those at the same time."""
+    """A pipeline does not make one micro-batch faster, launches included; gradients of weights that are computed apart
+    are computed by all ranks at the same time."""
     for name in ("tiny", "8b"):
         work = Workload(from_llama(PRESETS[name]), 256, 1)
         whole = _without_optimizer(work, PlanChoice(Layout()))
