@@ -123,8 +123,8 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 0.1)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from closeranks.cli.main import app\n"
-        f"app(['doctor', {str(run)!r}], standalone_mode=False)"
+        "from closeranks.cli.main import build_app\n"
+        f"build_app()(['doctor', {str(run)!r}], standalone_mode=False)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

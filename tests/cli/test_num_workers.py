@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.cli.main import app
+from closeranks.cli.main import build_app
 from closeranks.run.job import launch
 from tests.cli.commands import TINY, closeranks
 
@@ -30,7 +30,7 @@ def test_workers_where_nobody_says_how_many(
     monkeypatch.setattr(launch, "_start", lambda work, num_workers: started.append(num_workers))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    app(["train", TINY, *arguments, f"run.folder={tmp_path}/run"], standalone_mode=False)
+    build_app()(["train", TINY, *arguments, f"run.folder={tmp_path}/run"], standalone_mode=False)
     assert started == [expected]
 
 

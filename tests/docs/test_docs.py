@@ -6,6 +6,7 @@ program), ``from FILE`` is compared with that file, and one without a mark must 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ import pytest
 import typer
 
 import closeranks
-from closeranks.cli.main import app
+from closeranks.cli.main import build_app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
 from closeranks.facts.shapes import digits, llama, pairs
@@ -162,10 +163,14 @@ def test_targets_and_modules_that_are_shown_exist() -> None:
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{place} runs {module[1]}"
 
 
+@functools.cache
+def all_verbs() -> dict[str, Any]:
+    return typer.main.get_command(build_app()).commands  # type: ignore[attr-defined, no-any-return]
+
+
 def verb(place: str, name: str) -> Any:
-    verbs: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert name in verbs, f"{place} shows `closeranks {name}`, which is no verb"
-    return verbs[name]
+    assert name in all_verbs(), f"{place} shows `closeranks {name}`, which is no verb"
+    return all_verbs()[name]
 
 
 def settings_are_known(params: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ output.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,6 @@ from collections.abc import Sequence
 import typer
 
 from closeranks import __version__
-from closeranks.cli import agent, compare, config, doctor, drill, layout, profile, report, run, sample, status, train
-from closeranks.cli.ckpt import commands as ckpt
-from closeranks.cli.data import commands as data
-from closeranks.cli.plan import commands as plan
 from closeranks.core.errors import CloseranksError, Interrupted, SetupError
 from closeranks.core.printable import printable
 from closeranks.core.system import stdio
@@ -45,32 +42,40 @@ A first tour:
 Every run writes a folder: report.md (one page), curve.png, metrics/ (JSON lines), logs/ and checkpoints/.
 """
 
-app = typer.Typer(
-    name="closeranks",
-    help=_TOUR,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for verb in (
-    train,
-    agent,
-    run,
-    status,
-    doctor,
-    profile,
-    drill,
-    compare,
-    sample,
-    config,
-    layout,
-    plan,
-    data,
-    ckpt,
-    report,
-):
-    verb.register(app)
+VERBS = {
+    "train": "train",
+    "agent": "agent",
+    "run": "run",
+    "status": "status",
+    "doctor": "doctor",
+    "profile": "profile",
+    "drill": "drill",
+    "compare": "compare",
+    "sample": "sample",
+    "config": "config",
+    "layout": "layout",
+    "plan": "plan.commands",
+    "data": "data.commands",
+    "ckpt": "ckpt.commands",
+    "report": "report",
+}
+"""Each verb's module in ``closeranks.cli``, in the order of ``closeranks --help``."""
+
+
+def build_app(words: Sequence[str] = ()) -> typer.Typer:
+    """The command line; if ``words`` begin with a verb, of that verb alone, so that no other is imported."""
+    app = typer.Typer(
+        name="closeranks",
+        help=_TOUR,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(main_options)
+    for verb in words[:1] if words and words[0] in VERBS else VERBS:
+        importlib.import_module(f"closeranks.cli.{VERBS[verb]}").register(app)
+    return app
 
 
 def _print_version(value: bool) -> None:
@@ -79,7 +84,6 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def main_options(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
@@ -134,7 +138,7 @@ def main() -> None:
 
 def _run_app() -> None:
     try:
-        app()
+        build_app(sys.argv[1:])()
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # click and rich exit with 1, which would mean a finding
             sys.exit(stdio.READER_GONE)
