@@ -146,16 +146,29 @@ def test_a_link_without_bandwidth_is_refused(tmp_path: Path) -> None:
     assert "above 0" in refused(TINY, "--cluster", cluster)
 
 
-def test_planning_imports_no_torch() -> None:
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ((TINY, "--cluster", "2xcpu", "--why"), "compute: products"),
+        (("scale", TINY, "--cluster", "cpu", "--from", "1", "--to", "2"), "Strong scaling"),
+        (("goodput", "--devices", "64", "--days", "1", "--seeds", "1"), "closing ranks"),
+        (
+            ("validate", "--runs", str(ROOT / "benchmarks" / "plan_runs.csv"), "--source", "litgpt"),
+            "Lightning-AI/litgpt",
+        ),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_planning_imports_no_torch(words: tuple[str, ...], shown: str) -> None:
     program = (
-        "import sys; sys.argv = ['closeranks', 'plan', sys.argv[1], '--cluster', '2xcpu', '--why']\n"
+        "import sys; sys.argv = ['closeranks', 'plan', *sys.argv[1:]]\n"
         "from closeranks.cli.main import main\n"
         "main()\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, TINY], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "compute: products" in done.stdout
+    assert shown in done.stdout
 
 
 def test_help_teaches() -> None:
@@ -165,13 +178,15 @@ def test_help_teaches() -> None:
 
 
 def test_the_cheapest_number_of_devices() -> None:
-    found = figures(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--limit", 1)
-    assert found["cluster"]["num_devices"] < 256
-    hurried = figures(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--days", 5, "--limit", 1)
-    assert hurried["cluster"]["num_devices"] == 256
-    assert hurried["plans"][0]["money"] >= found["plans"][0]["money"]
-    text = said(BIG, "--cluster", "256xh100", "--tokens", "100B", "--sort", "cost", "--limit", 1)
-    assert f"{found['cluster']['num_devices']}*" in text
+    """With one sample on each of 128 devices too little computing hides the gradients: fewer devices cost less."""
+    small = ("model.preset=8b", "train.global_batch=128", "train.recompute=full", "--keep", "recompute")
+    words = (BIG, *small, "--cluster", "128xh100", "--tokens", "100B", "--sort", "cost", "--limit", 1)
+    found = figures(*words)
+    assert found["cluster"]["num_devices"] < 128
+    hurried = figures(*words, "--days", 1.5)
+    assert hurried["cluster"]["num_devices"] == 128
+    assert hurried["plans"][0]["money"] > found["plans"][0]["money"]
+    assert f"{found['cluster']['num_devices']}*" in said(*words)
 
 
 def test_a_budget_or_a_deadline_that_is_too_small() -> None:

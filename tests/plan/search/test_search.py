@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
 from closeranks.facts.shapes.transformer import from_llama
+from closeranks.plan.search import search
 from closeranks.plan.search.changes import single_changes, smallest_fitting_change
 from closeranks.plan.search.cost_curve import fewest_devices
 from closeranks.plan.search.plan_text import nothing_fits_text, tensor_host_warning
@@ -45,6 +48,14 @@ def test_nothing_faster_that_fits_is_left_out() -> None:
     assert result.num_choices == everything.num_choices
     assert [plan.choice.layout for plan in result.plans[:5]] == [plan.choice.layout for plan in everything.plans[:5]]
     assert len(everything.plans) > len(result.plans)
+
+
+def test_a_plan_that_fits_is_found_however_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,238 choices for 70B on 16 H100, the 1,592 fastest do not fit."""
+    monkeypatch.setattr(search, "_MOST_TRIED", 100)
+    winner = search_plans(question("70b", "16xh100"), limit=1).winner
+    assert winner is not None
+    assert winner.fits
 
 
 def test_what_is_faster_and_too_big_is_kept() -> None:

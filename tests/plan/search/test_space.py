@@ -80,3 +80,8 @@ def test_what_is_planned_only_is_named() -> None:
     assert planned_only(choice) == ("context=2", "offload", "fp8")
     assert planned_only(PlanChoice(Layout(2, pipeline=2, schedule="zbv"), virtual_stages=2)) == ()
     assert planned_only(PlanChoice(Layout(2, pipeline=2), virtual_stages=3)) == ("3 virtual stages",)
+
+
+def test_nothing_that_this_version_does_not_train_is_tried() -> None:
+    """So no job file that a search writes can hold it."""
+    assert all(planned_only(choice) == () for choice in choices(32))

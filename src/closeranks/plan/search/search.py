@@ -22,7 +22,7 @@ from closeranks.plan.step_time.workload import PlanChoice, Workload
 
 FITS, BORDERLINE, TOO_BIG = "fits", "borderline", "does not fit"
 _MOST_TRIED = 4000
-"""Choices whose memory is estimated, at most."""
+"""Choices whose memory is estimated, at most, once one of them fits."""
 _KEPT_MISSES = 5
 
 
@@ -155,7 +155,7 @@ class _Walk:
                 if step.seconds > self._latest_s() * (1 + self.margin):
                     break
                 continue
-            if num_tried >= _MOST_TRIED:
+            if num_tried >= _MOST_TRIED and self.found:
                 break
             num_tried += 1
             self._try(key, self.estimator.plan(choice, step))
