@@ -82,11 +82,13 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     (tmp_path / "devices.toml").write_text(
         '[[device]]\nname = "Z1"\nmemory_gib = 8\nmemory_gb_per_s = 100\npeak_tflops = { fp32 = 1, bf16 = 4 }\n'
+        "sustained = 0.9\n"
         'intra_host = "wire"\n[[link]]\nname = "wire"\ngb_per_s = 1\n'
     )
     path.write_text('device = "z1"\ntable = "devices.toml"\nnum_devices = 2\n')
     cluster = load_cluster(path)
     assert cluster.device.peak("bf16") == 4e12
+    assert cluster.device.sustained == 0.9
     assert cluster.intra_host.bytes_per_s == 1e9
 
 

@@ -37,7 +37,7 @@ class Device:
     peak_flops: Mapping[str, float]
     """Dense FLOP/s by precision."""
     achievable: Mapping[str, float]
-    """Share of the peak that a large matrix product reaches, by precision."""
+    """Share of the peak that a large matrix product reaches alone, by precision."""
     memory_bytes: int
     memory_bytes_per_s: float
     num_units: int
@@ -53,6 +53,8 @@ class Device:
     intra_host: str = ""
     inter_host: str = ""
     source: str = ""
+    sustained: float = 0.0
+    """Speed of products in a training run, where clocks fall under power, relative to alone; 0: not known."""
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s; of fp32 where the hardware has no such precision."""
@@ -163,6 +165,7 @@ _DEVICE_KEYS = {
     "peak_tflops",
     "achievable",
     "attention",
+    "sustained",
     "devices_per_host",
     "nvlink_domain",
     "intra_host",
@@ -198,6 +201,7 @@ def parse_device(entry: Mapping[str, Any]) -> Device:
         str(entry.get("intra_host", "pcie4")),
         str(entry.get("inter_host", "ethernet-25")),
         str(entry.get("source", "")),
+        _shares({"sustained": entry["sustained"]}, f"the device {name}")["sustained"] if "sustained" in entry else 0.0,
     )
 
 

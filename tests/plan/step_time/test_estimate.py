@@ -11,7 +11,9 @@ from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import SCHEDULES, Layout
 from closeranks.facts.shapes.llama import PRESETS
 from closeranks.facts.shapes.transformer import from_llama
+from closeranks.plan.step_time.constants import frozen_constants
 from closeranks.plan.step_time.estimate import StepEstimator, estimate_step
+from closeranks.plan.step_time.operation_times import OperationTimes
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
 WORK = Workload(from_llama(PRESETS["8b"]), 4096, 512)
@@ -51,6 +53,18 @@ def test_one_h200_step_by_its_measured_parts() -> None:
     assert estimate.seconds == pytest.approx(0.257, rel=0.1)
     assert estimate.part("compute: products") == pytest.approx(0.161, rel=0.1)
     assert estimate.part("compute: attention") == pytest.approx(0.0437, rel=0.15)
+
+
+def test_products_slow_down_in_a_run_by_what_is_known_of_the_device() -> None:
+    choice = PlanChoice(Layout(1), micro_batch=4)
+    constants = frozen_constants()
+
+    def product_s(sustained: float) -> float:
+        device = replace(CLUSTER.device, sustained=sustained)
+        return OperationTimes(replace(CLUSTER, device=device), constants).product(8192, 8192, 8192, choice)
+
+    assert product_s(0.5) == pytest.approx(2 * product_s(1.0))
+    assert product_s(0.0) == pytest.approx(product_s(constants.products.sustained))
 
 
 def test_stages_work_one_after_another_on_one_micro_batch() -> None:

@@ -34,6 +34,8 @@ class ProductModel:
     """Speed with rows that are not a multiple of 16 bytes."""
     launch_s: float = 4e-6
     """Least time of a kernel."""
+    sustained: float = 1.0
+    """Speed of products in a training run relative to short measurements, where the device does not state its own."""
 
 
 def product_seconds(

@@ -65,8 +65,6 @@ class Software:
     """Fixed time of a step."""
     micro_s: float
     """Fixed time of a micro-batch."""
-    efficiency: float = 1.0
-    """Speed of the computation in a step relative to its operations measured alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class OperationTimes:
         if self.measured and (one_s := self.measured.product_s(m, n, k, precision)) is not None:
             return count * one_s
         modelled_s = product_seconds(m, n, k, self.cluster.device, precision, self.constants.products, count)
-        return modelled_s / self.constants.of(choice.software).efficiency
+        return modelled_s / (self.cluster.device.sustained or self.constants.products.sustained)
 
     def attention(self, shape: AttentionShape, choice: PlanChoice) -> ForwardBackward:
         device, constants = self.cluster.device, self.constants
