@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_short_names() -> None:
     assert cluster.inter_host_bytes_per_s == pytest.approx(50e9 * 0.8)
     assert parse_cluster("NVIDIA H200").num_devices == 1
     assert parse_cluster("16,384 x H100-80GB-SXM").num_hosts == 2048
+    assert parse_cluster(" 8XH100 ") == parse_cluster("8 x h100") == parse_cluster("8xh100-sxm")
 
 
 def test_every_device_names_its_links_and_its_source() -> None:
@@ -46,6 +48,10 @@ def test_a_precision_the_device_does_not_have_runs_in_fp32() -> None:
         ("12xh100", "12 devices do not fill hosts of 8"),
         ("64", "'64' is not a cluster"),
         ("", "'' is not a cluster"),
+        ("-8xh100", "it has -8 devices"),
+        ("64xh100:8", "'64xh100:8' is not a cluster"),
+        ("h100x64", 'Write "64xh100"'),
+        ("H100:64", 'Write "64xh100"'),
         ("99999999999999999999999xh100", "devices"),
     ],
 )
@@ -95,9 +101,26 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('device = "a100"\nnum_devices = 32\ninter_host = { gb_per_s = 0 }', "gb_per_s of the link own link"),
+        ('device = "a100"\nnum_devices = 32\ninter_host = { gb_per_s = 0 }', "gb_per_s of the link inter_host"),
+        ('device = "a100"\nnum_devices = 16\ninter_host = { gb_per_s = nan }', "gb_per_s of the link inter_host"),
+        ('device = "a100"\nnum_devices = 16\ninter_host = { gb_per_s = 5, latency_us = -1 }', "latency_us of the link"),
         ('device = "a100"\nnum_devices = -1', "it has -1 devices"),
-        ('device = "a100"\nnumber = 3', "'number' is none of"),
+        ('device = "a100"\nnum_devices = 0', "it has 0 devices. Name from 1"),
+        ('device = "a100"\nnum_devices = 1000000000', "it has 1,000,000,000 devices"),
+        ('device = "a100"\nnum_devices = 12', "Name a multiple of 8, such as 8 or 16"),
+        ('device = "a100"\ndevices_per_host = 1000000000', "its hosts have 1,000,000,000 devices"),
+        ('device = "a100"\ndevices_per_host = 0', "its hosts have 0 devices"),
+        ('device = "a100"\nrails = 0', "rails is 0: name the network cards"),
+        ('device = "a100"\nrails = -2', "its hosts have -2 network cards"),
+        ('device = "a100"\nnvlink_domain = -2', "-2 devices share its fast link"),
+        ('device = "a100"\nprice_per_hour = inf', "costs inf"),
+        ('device = "a100"\nprice_per_hour = nan', "costs nan"),
+        ('device = "a100"\nprice_per_hour = "2"', "price_per_hour must be a number"),
+        ('device = "a100"\ndisk_gb_per_s = -1', "its disks write -1e"),
+        ('device = "a100"\nnum_devices = 8.5', "num_devices must be a whole number"),
+        ('device = "a100"\nintra_host = 3', "intra_host must be text"),
+        ('device = "a100"\nnumber_devices = 3', "there is no key 'number_devices'. Did you mean 'num_devices'?"),
+        ('device = "h1000"', "there is no device 'h1000'. Did you mean"),
         ("num_devices = 3", "it needs a device"),
         ('device = "a100"\nintra_host = "nvlink9"', "there is no link 'nvlink9'"),
         ("device = ", "cannot be used"),
@@ -108,13 +131,32 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=sentence):
-        load_cluster(path)
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        find_cluster(str(path))
+    assert str(caught.value).startswith(f"the cluster {path} cannot be used: ")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file() -> None:
     with pytest.raises(UserError, match="cannot be read"):
         find_cluster("no-such-cluster.toml")
+
+
+def test_what_is_no_text_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        find_cluster(str(tmp_path))
+    binary = tmp_path / "cluster.toml"
+    binary.write_bytes(b"\x89PNG\xff\x00")
+    with pytest.raises(UserError, match="it is not a text file"):
+        find_cluster(str(binary))
+
+
+def test_failures_are_looked_for_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('device = "a100"\nfailures = "ours.toml"')
+    assert find_cluster(str(path)).failures == str(tmp_path / "ours.toml")
+    path.write_text('device = "a100"\nfailures = "spot"')
+    assert find_cluster(str(path)).failures == "spot"
 
 
 def test_other_sizes_of_the_same_cluster() -> None:

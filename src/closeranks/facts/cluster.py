@@ -6,14 +6,16 @@ be built: whole hosts, bandwidths above zero, and a link between hosts wherever 
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from closeranks.core.errors import ConfigError, Problem, UserError
+from closeranks.core.registry import did_you_mean
 from closeranks.core.system.regular_file import read_text
 from closeranks.facts.calibration import Calibration
 from closeranks.facts.device_table import Device as Device
@@ -23,6 +25,7 @@ from closeranks.facts.failures.failure_rates import DEFAULT_TABLE
 from closeranks.facts.prices import load_prices
 
 _MOST_DEVICES = 10_000_000
+_MOST_ON_HOST = 1024
 _MOST_BYTES = 1 << 20
 _KEYS = {
     "device",
@@ -94,40 +97,50 @@ class Cluster:
         return f"{self.num_devices}x{self.device.name.lower()}"
 
 
-def _problems(cluster: Cluster) -> list[tuple[str, str]]:
-    found = []
-    if not 1 <= cluster.num_devices <= _MOST_DEVICES:
-        found.append((f"it has {cluster.num_devices} devices", f"Name from 1 to {_MOST_DEVICES:,} devices."))
-    if cluster.devices_per_host < 1:
-        found.append((f"its hosts have {cluster.devices_per_host} devices", "A host has at least 1 device."))
-    if found:
-        return found
-    if cluster.num_devices > cluster.devices_per_host:
-        if over := cluster.num_devices % cluster.devices_per_host:
-            fix = f"Name a multiple of {cluster.devices_per_host}, such as {cluster.num_devices - over}."
-            found.append((f"{cluster.num_devices} devices do not fill hosts of {cluster.devices_per_host}", fix))
+def _problems(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    count, per_host = cluster.num_devices, cluster.devices_per_host
+    if not 1 <= count <= _MOST_DEVICES:
+        yield f"it has {count:,} devices", f"Name from 1 to {_MOST_DEVICES:,} devices."
+    if not 1 <= per_host <= _MOST_ON_HOST:
+        yield f"its hosts have {per_host:,} devices", f"A host has from 1 to {_MOST_ON_HOST:,} devices."
+    elif 1 <= per_host < count:
+        if over := count % per_host:
+            near = f"{count - over:,} or {count - over + per_host:,}"
+            yield (
+                f"{count:,} devices do not fill hosts of {per_host}",
+                f"Name a multiple of {per_host}, such as {near}.",
+            )
         if cluster.inter_host is None:
-            found.append((f"its {cluster.num_hosts} hosts have no link between them", "Give it inter_host."))
+            yield f"its {cluster.num_hosts:,} hosts have no link between them", "Give it inter_host."
     for link in (cluster.intra_host, cluster.inter_host):
-        if link is not None and not link.effective_bytes_per_s > 0:
-            found.append((f"its link {link.name} carries {link.bytes_per_s:g} bytes/s", "Name a bandwidth above 0."))
-        if link is not None and link.latency_s < 0:
-            found.append((f"the latency of its link {link.name} is negative", "Name a latency of 0 or more."))
-    if cluster.rails < 0:
-        found.append((f"its hosts have {cluster.rails} network cards", "Name 1 or more rails."))
-    if cluster.price_per_hour is not None and not cluster.price_per_hour >= 0:
-        found.append((f"an hour of a device costs {cluster.price_per_hour:g}", "Name a price of 0 or more."))
-    return found
+        if link is not None and not 0 < link.effective_bytes_per_s < math.inf:
+            yield f"its link {link.name} carries {link.bytes_per_s:g} bytes/s", "Name a bandwidth above 0."
+        if link is not None and not 0 <= link.latency_s < math.inf:
+            yield f"the latency of its link {link.name} is {link.latency_s:g} s", "Name a latency of 0 or more."
+    if not 0 <= cluster.rails <= _MOST_ON_HOST:
+        yield f"its hosts have {cluster.rails:,} network cards", f"Name from 1 to {_MOST_ON_HOST:,} rails."
+    if not 0 <= cluster.nvlink_domain <= _MOST_DEVICES:
+        yield f"{cluster.nvlink_domain:,} devices share its fast link", "Name 1 or more, or leave nvlink_domain out."
+    if cluster.price_per_hour is not None and not 0 <= cluster.price_per_hour < math.inf:
+        yield f"an hour of a device costs {cluster.price_per_hour:g}", "Name a price_per_hour of 0 or more."
+    if not 0 < cluster.disk_bytes_per_s < math.inf:
+        yield f"its disks write {cluster.disk_bytes_per_s:g} bytes/s", "Name a disk_gb_per_s above 0."
 
 
 def parse_cluster(text: str, table: DeviceTable | None = None) -> Cluster:
-    """Reads ``64xh100``; ``h100`` is one device."""
-    match = re.fullmatch(r"\s*(?:(\d[\d_,]*)\s*x\s*)?([A-Za-z][^,]*?)\s*", text)
+    """Reads ``64xh100``, in any case and with spaces; ``h100`` is one device."""
+    devices = table or built_in_devices()
+    if reversed_ := re.fullmatch(r"\s*([A-Za-z].*?)\s*[xX×*:]\s*([\d_,]+)\s*", text):
+        name, count = reversed_.groups()
+        if devices.find(name) is not None and devices.find(text) is None:
+            what = f"'{text}' has the number of devices after their name"
+            raise ConfigError([Problem("cluster", what, f'Write "{count}x{name.lower()}".')])
+    match = re.fullmatch(r"\s*(?:(-?\d[\d_,]*)\s*[xX×]\s*)?([A-Za-z][A-Za-z0-9 ._-]*?)\s*", text)
     if match is None:
         raise ConfigError([Problem("cluster", f"'{text}' is not a cluster", _EXAMPLE)])
     count, name = match.groups()
     num_devices = int(re.sub(r"[_,]", "", count)[:20]) if count else 1
-    return cluster_of((table or built_in_devices()).device(name), num_devices, table=table)
+    return cluster_of(devices.device(name), num_devices, table=table)
 
 
 def cluster_of(device: Device, num_devices: int, *, table: DeviceTable | None = None) -> Cluster:
@@ -156,9 +169,16 @@ def with_devices(cluster: Cluster, num_devices: int) -> Cluster:
     return replace(cluster, num_devices=num_devices, devices_per_host=per_host, rails=rails)
 
 
-def find_cluster(text: str) -> Cluster:
-    """A cluster file if the text is a path of one, else a short name such as ``64xh100``."""
-    return load_cluster(Path(text)) if text.endswith(".toml") or Path(text).is_file() else parse_cluster(text)
+def find_cluster(text: str, num_devices: int = 0) -> Cluster:
+    """A cluster file if the text is a path, else a short name such as ``64xh100``; ``UserError`` for one that cannot
+    be used. ``num_devices``: how many of this kind of device; 0: as the cluster says."""
+    is_path = text.endswith(".toml") or "/" in text or Path(text).is_file()
+    try:
+        cluster = load_cluster(Path(text)) if is_path else parse_cluster(text)
+        return with_devices(cluster, num_devices) if num_devices else cluster
+    except ConfigError as error:
+        sentences = " ".join(f"{problem.what}. {problem.fix}".strip() for problem in error.problems)
+        raise UserError(f"the cluster {text} cannot be used: {sentences}" if text.strip() else sentences) from error
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -166,42 +186,56 @@ def load_cluster(path: Path) -> Cluster:
         return _cluster(tomllib.loads(read_text(path, _MOST_BYTES)), path.parent)
     except OSError as error:
         raise UserError(f"the cluster {path} cannot be read: {error.strerror or error}", _EXAMPLE) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the cluster {path} cannot be used: it is not a text file", _EXAMPLE) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"the cluster {path} cannot be used: {error}", _EXAMPLE) from error
 
 
 def _cluster(values: Mapping[str, Any], folder: Path) -> Cluster:
     if unknown := sorted(set(values) - _KEYS):
-        raise ValueError(f"'{unknown[0]}' is none of {', '.join(sorted(_KEYS))}")
+        raise ValueError(f"there is no key '{unknown[0]}'. {did_you_mean(unknown[0], _KEYS)}")
     table = built_in_devices()
     if "table" in values:
-        table = table.with_entries(load_device_table(folder / str(values["table"])))
+        table = table.with_entries(load_device_table(folder / _text(values, "table", "")))
     entry = values.get("device")
     if not isinstance(entry, str | dict):
         raise ValueError('it needs a device, such as device = "h100"')
     device = parse_device(entry) if isinstance(entry, dict) else table.device(entry)
     count = _whole(values, "num_devices", 1)
-    usual = cluster_of(device, count, table=table)
+    usual = cluster_of(device, max(1, count), table=table)
+    if values.get("rails") == 0:
+        raise ValueError("rails is 0: name the network cards of a host, or leave rails out for one per device")
+    failures = _text(values, "failures", usual.failures)
     return replace(
         usual,
+        num_devices=count,
         devices_per_host=_whole(values, "devices_per_host", usual.devices_per_host),
-        intra_host=_link(values.get("intra_host"), usual.intra_host, table),
-        inter_host=_link(values.get("inter_host"), usual.inter_host, table),
+        intra_host=_link(values, "intra_host", usual.intra_host, table),
+        inter_host=_link(values, "inter_host", usual.inter_host, table),
         rails=_whole(values, "rails", 0),
         nvlink_domain=_whole(values, "nvlink_domain", usual.nvlink_domain),
         price_per_hour=_number(values, "price_per_hour", usual.price_per_hour),
-        currency=str(values.get("currency", usual.currency)),
-        failures=str(values.get("failures", usual.failures)),
-        disk_bytes_per_s=(_number(values, "disk_gb_per_s", None) or usual.disk_bytes_per_s / 1e9) * 1e9,
+        currency=_text(values, "currency", usual.currency),
+        failures=str(folder / failures) if failures.endswith(".toml") else failures,
+        disk_bytes_per_s=_number(values, "disk_gb_per_s", usual.disk_bytes_per_s / 1e9) * 1e9,
     )
 
 
-def _link(value: Any, usual: FabricLink | None, table: DeviceTable) -> Any:
+def _link(values: Mapping[str, Any], key: str, usual: FabricLink | None, table: DeviceTable) -> Any:
+    value = values.get(key)
     if value is None:
         return usual
     if isinstance(value, dict):
-        return parse_link({"name": "own link", **value})
-    return table.link(str(value))
+        return parse_link({"name": key, **value})
+    return table.link(_text(values, key, ""))
+
+
+def _text(values: Mapping[str, Any], key: str, default: str) -> str:
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ValueError(f'{key} must be text, in quotes: {key} = "..."')
+    return value
 
 
 def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
@@ -211,7 +245,7 @@ def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _number(values: Mapping[str, Any], key: str, default: float | None) -> float | None:
+def _number(values: Mapping[str, Any], key: str, default: Any) -> Any:
     value = values.get(key, default)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError(f"{key} must be a number")

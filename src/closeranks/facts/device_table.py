@@ -90,11 +90,15 @@ class DeviceTable:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Normalized names to names of devices."""
 
+    def find(self, name: str) -> Device | None:
+        found = self.aliases.get(_normalized(name))
+        return None if found is None else self.devices[found]
+
     def device(self, name: str) -> Device:
-        if (found := self.aliases.get(_normalized(name))) is None:
+        if (found := self.find(name)) is None:
             known = [*self.devices, *self.aliases]
             raise ConfigError([Problem("device", f"there is no device '{name}'", _nearest(name, known, self.devices))])
-        return self.devices[found]
+        return found
 
     def link(self, name: str) -> FabricLink:
         by_name = {_normalized(known): link for known, link in self.links.items()}

@@ -69,8 +69,7 @@ def job_question(
         from closeranks.run.job.launch import add_job_folder_to_path
 
         add_job_folder_to_path(path)
-    cluster = find_cluster(cluster_text)
-    cluster = with_devices(cluster, num_devices) if num_devices else cluster
+    cluster = find_cluster(cluster_text, num_devices)
     planning_job = describe_job(job, traces=True)
     workload = workload_of(planning_job, job)
     constraints = _known_splits(planning_job.constraints, workload)
