@@ -60,11 +60,10 @@ def _smallest_largest(sums: Sequence[float], num_stages: int) -> float:
         cut, before = 0, largest
         largest = []
         for total in sums:
-            while cut + 1 < len(sums) and max(before[cut + 1], total - sums[cut + 1]) <= max(
-                before[cut], total - sums[cut]
-            ):
-                cut += 1
-            largest.append(max(before[cut], total - sums[cut]))
+            best = max(before[cut], total - sums[cut])
+            while cut + 1 < len(sums) and (ahead := max(before[cut + 1], total - sums[cut + 1])) <= best:
+                cut, best = cut + 1, ahead
+            largest.append(best)
     return largest[-1]
 
 
