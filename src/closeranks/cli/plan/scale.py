@@ -73,7 +73,7 @@ def scale(
         from closeranks.plan.scaling.scaling_picture import draw_scaling
 
         with picture_errors_explained(picture):
-            draw_scaling(f"{job.name} on {cluster}", curves, asked.basis.seq_len, picture)
+            draw_scaling(f"{job.name} on {cluster}", curves, asked.basis.noun, asked.basis.seq_len, picture)
     if as_json:
         _print_json(curves, found, asked)
     else:
