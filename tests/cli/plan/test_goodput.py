@@ -135,7 +135,7 @@ def test_the_page_shows_what_it_prints() -> None:
         (("--save-s", 20, "--durable-s", 10), "a save cannot be durable after 10 s"),
         (("--failures", "lama3"), "there is no table of failures 'lama3'"),
         (("--failures", "none.toml"), "the failures none.toml cannot be read"),
-        (("--price", "B9000"), "no price is known for 'B9000'. Name the dollars of a device-hour, or one of H200"),
+        (("--price", "B9000"), "Name the dollars of a device-hour, or one of NVIDIA B200"),
         (("--price", "-1"), "--price -1 is not a price"),
         (("--devices", 8_000_000, "--failures", "spot"), "would fail every"),
         (("--picture", "out.jpg"), "does not end in .png"),
