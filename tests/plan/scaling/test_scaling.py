@@ -24,7 +24,7 @@ from closeranks.plan.scaling.scaling import (
 )
 from closeranks.plan.search.search import PlanEstimator, PlanQuestion, search_plans
 from closeranks.plan.search.space import SearchSpace
-from closeranks.plan.step_time.workload import PlanChoice, Workload
+from closeranks.plan.step_time.workload import PlanChoice, Precision, Workload
 
 SHAPE = PRESETS["8b"]
 
@@ -107,6 +107,24 @@ def test_levers_gain_what_the_estimate_loses() -> None:
     assert twice is not None
     assert batch.gain == pytest.approx(2 * plan.step.seconds / twice.step.seconds - 1)
     assert 'optim.scaling = "sqrt"' in batch.what
+
+
+def compressed(layout: Layout, precision: Precision = "bf16") -> float:
+    """What compression gains relative to hiding the whole data axis; 0 where it is no lever."""
+    asked = question("64xh100")
+    plan = PlanEstimator(asked).plan(PlanChoice(layout, recompute="full", precision=precision))
+    result = replace(search_plans(asked, limit=1), plans=(plan,))
+    found = {one.name: one.gain for one in levers(ScalePoint(64, 256, asked, result))}
+    return found.get("compression", 0.0) / found["overlap"]
+
+
+def test_compression_shrinks_what_this_version_compresses() -> None:
+    assert 0.6 < compressed(Layout(64)) < 1.0, "all of the traffic is gradients, three quarters of which go"
+    assert 0.0 < compressed(Layout(64, zero=2)) < 0.5, "weights are gathered whole"
+    scattered = compressed(Layout(64, zero=3))
+    assert 0.0 < compressed(Layout(64, zero=3, shard=8)) < scattered < 0.5, "sums inside a shard stay whole"
+    assert compressed(Layout(8, zero=3, tensor=8)) == 0.0
+    assert compressed(Layout(64), "fp16") == 0.0
 
 
 def test_the_rule_for_the_learning_rate_is_that_of_the_optimizer() -> None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from closeranks.facts.layout import legal_problems
 from closeranks.plan.scaling.scaling import ScalePoint, seconds_of, with_batch
 from closeranks.plan.search.search import Plan, PlanEstimator, search_plans
+from closeranks.plan.step_time.constants import frozen_constants
+from closeranks.plan.step_time.estimate import StepEstimator
 
 _DATA = ("data communication",)
-_INT8_SHARE = 0.25
-"""Bytes of int8 gradients, as a share of float32 ones."""
+_INT8_BYTES = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def levers(point: ScalePoint, own: Plan | None = None) -> list[Lever]:
     plan = point.plan
     if plan is None:
         return []
-    found = [_overlap(plan), *_hierarchical(point, plan), _compression(plan), *_larger_batch(point, plan)]
+    found = [_overlap(plan), *_hierarchical(point, plan), *_compression(point, plan), *_larger_batch(point, plan)]
     if own is not None and own.fits and own.choice.layout != plan.choice.layout:
         gain = own.step.seconds / plan.step.seconds - 1
         found.append(Lever("other layout", gain, f"{plan.choice.layout} instead of the job's own {own.choice.layout}"))
@@ -44,11 +45,17 @@ def _overlap(plan: Plan) -> Lever:
     return Lever("overlap", gain, "at most: all of the data axis hidden behind computing")
 
 
-def _compression(plan: Plan) -> Lever:
-    """A quarter of the bytes leaves at most a quarter of what is exposed."""
-    saved = (1 - _INT8_SHARE) * seconds_of(plan, _DATA)
-    gain = plan.step.seconds / (plan.step.seconds - saved) - 1
-    return Lever("compression", gain, 'int8 gradients: sync.compress.name = "int8" (checks of the loss: docs/sync.md)')
+def _compression(point: ScalePoint, plan: Plan) -> list[Lever]:
+    """Of gradients alone, where this version compresses them: gathered weights, and sums inside a shard, stay whole."""
+    choice, asked = plan.choice, point.question
+    if choice.precision == "fp16" or (choice.layout.zero == 3 and choice.layout.tensor > 1):
+        return []
+    constants = frozen_constants()
+    software = replace(constants.of(choice.software), compressed_bytes=_INT8_BYTES)
+    compressing = replace(constants, software={**constants.software, choice.software: software})
+    other = StepEstimator(asked.workload, asked.cluster, asked.calibration, compressing).estimate(choice)
+    what = 'int8 gradients: sync.compress.name = "int8" (encoding not counted; checks of the loss: docs/sync.md)'
+    return [Lever("compression", plan.step.seconds / other.seconds - 1, what)]
 
 
 def _hierarchical(point: ScalePoint, plan: Plan) -> list[Lever]:
@@ -72,5 +79,6 @@ def _larger_batch(point: ScalePoint, plan: Plan) -> list[Lever]:
         return []
     gain = 2 * plan.step.seconds / best.step.seconds - 1
     rule = "sqrt" if plan.choice.optimizer in ("adamw", "lamb") else "linear"
-    what = f'twice the global batch, {2 * point.global_batch:,}, with optim.scaling = "{rule}" (docs/large-batches.md)'
+    keys = f'optim.scaling = "{rule}", optim.base_batch = {point.global_batch}'
+    what = f"twice the global batch, {2 * point.global_batch:,}, with {keys} (docs/large-batches.md)"
     return [Lever("larger batch", gain, what)]

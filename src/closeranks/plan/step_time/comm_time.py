@@ -134,17 +134,19 @@ def data_traffic(
     layout, least = groups.layout, 4 if choice.precision == "fp32" else 2
     if layout.data * layout.context == 1:
         return DataTraffic(0.0)
-    summed = num_params * max(software.gradient_bytes, least)
+    whole = float(max(software.gradient_bytes, least))
+    compressed = software.compressed_bytes or whole
     if layout.zero == 0:
-        return DataTraffic(all_reduce_seconds(summed, groups.replica))
-    replicas = all_reduce_seconds(summed / groups.num_shards, groups.replica)
+        return DataTraffic(all_reduce_seconds(num_params * compressed, groups.replica))
+    replicas = all_reduce_seconds(num_params * compressed / groups.num_shards, groups.replica)
+    scattered = whole if layout.shard else compressed
     if layout.zero < 3:
         weights = gather_seconds(num_params * max(software.weight_bytes, least), groups.shard)
-        return DataTraffic(gather_seconds(summed, groups.shard) + replicas, weights)
+        return DataTraffic(gather_seconds(num_params * scattered, groups.shard) + replicas, weights)
     links = over_one_card(groups.shard) if software.gathers_over_one_card else groups.shard
     return DataTraffic(
         replicas,
         0.0,
         gather_seconds(block_params * max(software.gathered_bytes, least), links),
-        gather_seconds(block_params * max(software.gradient_bytes, least), links),
+        gather_seconds(block_params * scattered, links),
     )

@@ -65,6 +65,8 @@ class Software:
     """Fixed time of a step."""
     micro_s: float
     """Fixed time of a micro-batch."""
+    compressed_bytes: float = 0.0
+    """Of one element of compressed gradients, where they are compressed (docs/sync.md); 0: nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
