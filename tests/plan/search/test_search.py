@@ -135,6 +135,17 @@ def test_single_changes_differ_in_one_thing_and_mark_what_is_planned_only() -> N
     assert {"tensor = 4", "tensor = 1", "pipeline = 2", "zero = 1", "micro_batch = 2"} <= set(by_name)
 
 
+def test_experts_over_more_ranks_are_a_change_of_models_that_have_some() -> None:
+    asked = question("8b", "16xh100")
+    shape = replace(asked.workload.transformer, num_experts=8, experts_per_token=2, expert_ffn_dim=2048)
+    asked = replace(asked, workload=Workload(shape, 4096, 256))
+    estimator = PlanEstimator(asked)
+    plan = estimator.plan(PlanChoice(Layout(16, zero=3), recompute="full"))
+    by_name = {change.what: change for change in single_changes(plan, asked, estimator)}
+    assert by_name["expert = 2"].planned_only == ("expert=2",)
+    assert by_name["expert = 2"].plan.step.part("expert communication") > 0
+
+
 def test_tensor_across_hosts_is_named() -> None:
     cluster = parse_cluster("32xh100")
     assert "Use tensor=8" in tensor_host_warning(Layout(2, tensor=16), cluster)

@@ -63,6 +63,7 @@ def print_why(asked: JobQuestion, result: SearchResult) -> None:
     titles = [plan_text.layout_text(plan.choice) for plan in shown]
     show_table(plan_text.part_rows(shown, titles))
     show_table(plan_text.memory_rows(shown, titles))
+    show_table(plan_text.convention_rows(shown, titles, asked.question))
     changes = single_changes(winner, asked.question, PlanEstimator(asked.question))[:_MOST_CHANGES]
     show_table(plan_text.change_rows(winner, changes))
 

@@ -1,7 +1,8 @@
 """What does changing one thing of a plan do? Single changes, their estimates, and the smallest one that makes it fit.
 
-Changes that this version models but does not train (context, offload, fp8) are tried too, and say so. Invariant: every
-change is legal on the same devices, and differs from the plan in one decision; axes trade ranks with the data axis.
+Changes that this version models but does not train (context, expert, offload, fp8) are tried too, and say so.
+Invariant: every change is legal on the same devices, and differs from the plan in one decision; axes trade ranks with
+the data axis.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def _changed(choice: PlanChoice, question: PlanQuestion) -> Iterator[tuple[str, 
     yield f"compile = {str(not choice.compiled).lower()}", replace(choice, compiled=not choice.compiled), 2
     for layout, effort in _changed_layouts(choice.layout, question.cluster.devices_per_host):
         yield _difference(choice.layout, layout), replace(choice, layout=layout), effort
+    twice, num_experts = 2 * choice.layout.expert, question.workload.num_experts
+    if num_experts and num_experts % twice == 0 and choice.layout.data % twice == 0:
+        yield f"expert = {twice}", replace(choice, layout=replace(choice.layout, expert=twice)), 9
     yield "offload", replace(choice, offload=not choice.offload), 9
 
 

@@ -221,6 +221,11 @@ def remarks(basis: CostBasis, own: Plan | None, result: SearchResult) -> list[st
         "" if basis.budget is None else f" run and cost are to {count_text(basis.budget)} {basis.noun}, with goodput."
     )
     lines = [marks + budget]
+    cluster = result.question.cluster
+    if basis.budget is not None and not cluster.price_per_hour:
+        lines.append(
+            f"No price of {cluster.device.name} is known: write price_per_hour in a cluster file (docs/plan.md)."
+        )
     if isinstance(trace := result.question.workload.shape, ModuleTrace):
         lines += [f"Not in these figures: {sentence}" for sentence in trace.untraced]
     if own is not None and not is_listed:
@@ -228,7 +233,7 @@ def remarks(basis: CostBasis, own: Plan | None, result: SearchResult) -> list[st
             f"The job's own plan ({choice_text(own.choice)}) would take {seconds_text(own.step.seconds)} a step; "
             f"memory {gib_text(own.memory.total_bytes)}: {verdict_text(own)}."
         )
-    if own is not None and (warning := tensor_host_warning(own.choice.layout, result.question.cluster)):
+    if own is not None and (warning := tensor_host_warning(own.choice.layout, cluster)):
         lines.append(f"In the job's own layout {warning}")
     return lines
 
