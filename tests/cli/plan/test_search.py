@@ -80,6 +80,20 @@ def test_two_layouts_side_by_side() -> None:
     assert (first["layout"], second["layout"]) == ("data=64 zero=1 tensor=4 pipeline=2", "data=32 zero=3 tensor=16")
 
 
+def test_a_job_whose_tensor_axis_crosses_hosts_is_told() -> None:
+    words = (
+        ROOT / "examples" / "plans" / "gpt-175b.toml",
+        "--cluster",
+        "512xh100",
+        "--keep",
+        "layout",
+        "layout.zero=3",
+    )
+    across = said(*words, "layout.data=32", "layout.tensor=16", "layout.pipeline=1")
+    assert "In the job's own layout the tensor axis crosses hosts: 16 ranks" in across
+    assert "crosses hosts" not in said(*words, "layout.data=64", "layout.tensor=8", "layout.pipeline=1")
+
+
 def test_nothing_fits() -> None:
     text = said(BIG, "--cluster", "8xa100")
     assert "Nothing fits." in text

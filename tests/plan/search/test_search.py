@@ -10,12 +10,12 @@ from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
 from closeranks.facts.shapes.transformer import from_llama
-from closeranks.plan.search import search
-from closeranks.plan.search.changes import single_changes, smallest_fitting_change
+from closeranks.plan.search import changes, search
+from closeranks.plan.search.changes import PlanChange, single_changes, smallest_fitting_change
 from closeranks.plan.search.cost_curve import fewest_devices
 from closeranks.plan.search.plan_text import nothing_fits_text, tensor_host_warning
 from closeranks.plan.search.reasons import runner_up_needs, why_winner
-from closeranks.plan.search.search import PlanEstimator, PlanQuestion, layout_key, search_plans, simplest_within
+from closeranks.plan.search.search import Plan, PlanEstimator, PlanQuestion, layout_key, search_plans, simplest_within
 from closeranks.plan.search.space import SearchSpace
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
@@ -68,20 +68,25 @@ def test_what_is_faster_and_too_big_is_kept() -> None:
     assert "Of the faster ones" in why_winner(result)
 
 
+def lasting(plan: Plan, seconds: float) -> Plan:
+    return replace(plan, step=replace(plan.step, seconds=seconds))
+
+
 def test_a_simple_plan_wins_within_the_margin() -> None:
     asked = question("8b", "16xh100")
     estimator = PlanEstimator(asked)
-    plans = [
-        estimator.plan(PlanChoice(layout, recompute="full"))
-        for layout in (Layout(16, zero=3), Layout(4, zero=1, tensor=4), Layout(2, zero=3, tensor=2, pipeline=4))
-    ]
-    by_time = sorted(plans, key=lambda plan: plan.step.seconds)
-    by_parts = sorted(plans, key=lambda plan: plan.complexity)
-    assert [plan.complexity for plan in by_parts] == [4, 5, 9]
-    assert simplest_within(plans, 0.0) is by_time[0]
-    assert simplest_within(plans, 10.0) is by_parts[0]
-    needed = by_time[1].step.seconds / by_time[0].step.seconds - 1
-    assert simplest_within(by_time[:2], needed + 1e-9) is min(by_time[:2], key=lambda plan: plan.complexity)
+    simple, middle, fast = (
+        lasting(estimator.plan(PlanChoice(layout, recompute="full")), seconds)
+        for layout, seconds in (
+            (Layout(16, zero=3), 1.03),
+            (Layout(4, zero=1, tensor=4), 1.015),
+            (Layout(2, zero=3, tensor=2, pipeline=4), 1.0),
+        )
+    )
+    assert [plan.complexity for plan in (simple, middle, fast)] == [4, 5, 9]
+    for margin, winner in ((0.0, fast), (0.02, middle), (0.05, simple)):
+        assert simplest_within([middle, fast, simple], margin) is winner
+    assert simplest_within([lasting(simple, 1.01), simple], 1.0) is not simple, "of equally simple ones the fastest"
     loose = search_plans(replace(asked, margin=0.5))
     assert loose.winner is not loose.plans[0] or "fastest" in why_winner(loose)
 
@@ -121,17 +126,38 @@ def test_the_smallest_change_that_fits_is_a_setting_before_an_axis() -> None:
     assert change.what.startswith(("recompute", "micro_batch"))
 
 
+def test_a_setting_is_smaller_than_an_axis_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question("8b", "16xh100")
+    estimator = PlanEstimator(asked)
+    fits, too_big = (
+        estimator.plan(PlanChoice(Layout(16, zero=3), recompute="full")),
+        estimator.plan(PlanChoice(Layout(16), micro_batch=16)),
+    )
+    assert fits.fits
+    assert not too_big.fits
+    tried = [
+        PlanChange("tensor = 2", lasting(fits, 1.0), 5),
+        PlanChange("recompute = none", lasting(too_big, 1.0), 1),
+        PlanChange("micro_batch = 1", lasting(fits, 3.0), 1),
+        PlanChange("recompute = full", lasting(fits, 2.0), 1),
+    ]
+    monkeypatch.setattr(changes, "single_changes", lambda *_: tried)
+    assert smallest_fitting_change(too_big, asked, estimator) is tried[3]
+    monkeypatch.setattr(changes, "single_changes", lambda *_: tried[1:2])
+    assert smallest_fitting_change(too_big, asked, estimator) is None
+
+
 def test_single_changes_differ_in_one_thing_and_mark_what_is_planned_only() -> None:
     asked = question("8b", "16xh100")
     estimator = PlanEstimator(asked)
     plan = estimator.plan(PlanChoice(Layout(8, zero=3, tensor=2), recompute="full"))
-    changes = single_changes(plan, asked, estimator)
-    by_name = {change.what: change for change in changes}
+    found = single_changes(plan, asked, estimator)
+    by_name = {change.what: change for change in found}
     assert by_name["offload"].planned_only == ("offload",)
     assert by_name["precision = fp8"].planned_only == ("fp8",)
     assert by_name["context = 2"].planned_only == ("context=2",)
     assert not by_name["recompute = none"].planned_only
-    assert all(change.plan.choice.layout.num_ranks == 16 for change in changes)
+    assert all(change.plan.choice.layout.num_ranks == 16 for change in found)
     assert {"tensor = 4", "tensor = 1", "pipeline = 2", "zero = 1", "micro_batch = 2"} <= set(by_name)
 
 
