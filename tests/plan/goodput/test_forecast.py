@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
 from closeranks.facts.failures.failure_rates import FailureKind, FailureTable, load_failures
 from closeranks.plan.goodput.forecast import Spread, draws, forecast, spare_counts, spread, sweep_spares
 from closeranks.plan.goodput.scenario import CLOSING_RANKS, RESTART, GoodputScenario, expected_in_repair
+from closeranks.plan.goodput.simulation import simulate
 
 CASE = GoodputScenario(num_devices=2048, wall_s=20 * 86400, replica_hosts=4)
 FRAIL = FailureTable((FailureKind("gpu", 1, 20_000, hosts=1, repair_h=12), FailureKind("software", 1, 50_000)))
@@ -38,6 +40,14 @@ def test_what_is_paid_for() -> None:
     found = forecast(replace(CASE, spares=3, cold_spares=5), RESTART, FRAIL, [()])
     assert found.device_hours == (256 + 3) * 8 * 480
     assert found.hours_per_useful == pytest.approx(259 / 256 / found.goodput.median)
+
+
+def test_a_cold_spare_is_paid_for_while_it_is_used() -> None:
+    case, failures = replace(CASE, cold_spares=5), draws(CASE, FRAIL, range(2))
+    used_s = mean(simulate(case, RESTART, FRAIL, drawn).cold_host_s for drawn in failures)
+    assert used_s > 0
+    found = forecast(case, RESTART, FRAIL, failures)
+    assert found.device_hours == pytest.approx(256 * 8 * 480 + 8 * used_s / 3600)
 
 
 def test_numbers_of_spares_reach_beyond_what_is_under_repair() -> None:

@@ -158,6 +158,8 @@ def test_too_short_a_notice_loses_work_but_is_noticed_at_once() -> None:
     found = run(RESTART, failure(250, notice_s=10), durable_s=20)
     assert seconds(found) == {"useful": 8 * 450, "redone": 8 * 250, "recovery": 2400}
     assert found.num_planned == 0
+    short = run(FREE_SNAPSHOTS, failure(255, notice_s=9))  # a step takes 10 s, and half of one is done
+    assert (short.num_planned, short.num_interruptions, seconds(short)["redone"]) == (0, 1, 8 * 5)
 
 
 def test_the_loss_of_both_copies_leaves_the_checkpoint() -> None:

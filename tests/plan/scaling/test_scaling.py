@@ -106,7 +106,7 @@ def test_levers_gain_what_the_estimate_loses() -> None:
     twice = point(question("64xh100", Layout(64, zero=3), 512)).plan
     assert twice is not None
     assert batch.gain == pytest.approx(2 * plan.step.seconds / twice.step.seconds - 1)
-    assert 'optim.scaling = "sqrt"' in batch.what
+    assert 'twice the global batch, 512, with optim.scaling = "sqrt", optim.base_batch = 256' in batch.what
 
 
 def compressed(layout: Layout, precision: Precision = "bf16") -> float:

@@ -42,6 +42,28 @@ def test_the_optimizer_moves_34_bytes_for_each_parameter_of_a_shard() -> None:
     assert step(PlanChoice(Layout(8), optimizer="sgd")).part("optimizer") == pytest.approx(whole * 20 / 34)
 
 
+def test_only_the_rank_with_the_head_computes_the_loss() -> None:
+    """Of 8B in four stages the last, with nearly a whole block less, is not the fullest."""
+    assert step(PlanChoice(Layout(2, pipeline=4))).part("loss") == 0
+    assert step(PlanChoice(Layout(2, pipeline=4)), 16 * SHAPE.vocab_size).part("loss") > 0
+
+
+def test_fp8_is_for_blocks_and_not_for_the_head() -> None:
+    """So a larger vocabulary costs the same products in both."""
+    more = [
+        step(choice, 8 * SHAPE.vocab_size).part("compute: products") - step(choice).part("compute: products")
+        for choice in (PlanChoice(Layout(8)), PlanChoice(Layout(8), precision="fp8"))
+    ]
+    assert more[0] == pytest.approx(more[1])
+    plain, fast = (step(PlanChoice(Layout(8), precision=one)) for one in ("bf16", "fp8"))  # type: ignore[arg-type]
+    assert fast.part("compute: products") < 0.75 * plain.part("compute: products")
+
+
+def test_offload_moves_eight_bytes_for_each_parameter_and_hides_none() -> None:
+    found = step(PlanChoice(Layout(8, zero=1), offload=True)).part("optimizer")
+    assert found == pytest.approx(8 * num_params(SHAPE) / 8 / 20e9, rel=1e-3)
+
+
 def test_the_smaller_parts_of_one_h200_step() -> None:
     """1.5B Llama, bf16, compiled, 4 x 4,096 tokens: pointwise 19.3 ms, loss 5.6, and 16.3 for optimizer and clipping,
     of which the passes that clipping adds are not modelled."""
