@@ -15,7 +15,8 @@ from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import ROOT, TINY
 
-EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name != "compare")
+NO_JOBS = ("compare", "failures")
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name not in NO_JOBS)
 Node = dict[str, Any]
 
 

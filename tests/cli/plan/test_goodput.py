@@ -105,6 +105,27 @@ def test_failures_of_your_own(tmp_path: Path) -> None:
     assert "waiting for the slowest rank" in text
 
 
+def test_the_example_is_that_of_the_page() -> None:
+    page, table = (ROOT / "docs" / "plan-goodput.md").read_text(), ROOT / "examples" / "failures" / "own.toml"
+    assert f"```text\n{table.read_text()}```" in page
+    text = said("--devices", 512, "--failures", table)
+    waiting = next(line.split() for line in text.splitlines() if line.startswith("waiting for the slowest rank"))
+    told = " ".join(page.split())
+    for part in (
+        "14 interruptions",
+        "4.2 slow hosts evicted",
+        f"{waiting[5]} of the time",
+        f"{waiting[8]} with restarts",
+    ):
+        assert part in told, part
+    assert "14 (" in text
+    assert "4.2 slow hosts evicted" in text
+
+
+def test_one_device_is_not_devices() -> None:
+    assert said("--devices", 1, "--per-host", 1, "--seeds", 1).startswith("1 device on 1 host for 30 days")
+
+
 def test_it_draws_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     assert f"picture: {picture}" in said(*FEW, "--failures", "research", "--picture", picture)

@@ -32,9 +32,12 @@ def headline(sweeps: Sequence[SpareSweep], table: FailureTable, name: str, num_r
     mtbf_s = table.mtbf_s(scenario.num_devices)
     often = "no failures" if math.isinf(mtbf_s) else f"a failure every {duration(mtbf_s)}"
     origin = f"'{name}'" + (f" ({table.source})" if table.source else "")
-    runs = "1 simulated run" if num_runs == 1 else f"{num_runs} simulated runs"
+    devices, hosts, runs = (
+        f"{count:,} {noun}{'' if count == 1 else 's'}"
+        for count, noun in ((scenario.num_devices, "device"), (scenario.num_hosts, "host"), (num_runs, "simulated run"))
+    )
     return (
-        f"{scenario.num_devices:,} devices on {scenario.num_hosts:,} hosts for {duration(scenario.wall_s)}: {often}, "
+        f"{devices} on {hosts} for {duration(scenario.wall_s)}: {often}, "
         f"by the table {origin}; {expected_in_repair(scenario, table):.2g} hosts under repair on average.\n"
         f"{runs}; the medians, and in brackets the middle half of the runs."
     )
@@ -59,7 +62,7 @@ def strategy_rows(sweeps: Sequence[SpareSweep], price: DevicePrice | None) -> Ro
         rows.append(
             (
                 sweep.strategy.name, _percents(chosen.goodput), percent(chosen.closed_form),
-                _counts(chosen.interruptions), _mean(chosen.num_rollbacks), str(chosen.scenario.spares),
+                _counts(chosen.interruptions), _mean(chosen.num_rollbacks), f"{chosen.scenario.spares:,}",
                 duration(chosen.save_every_s), _ratio(chosen), _cost(chosen, price),
             )
         )  # fmt: skip
