@@ -21,6 +21,7 @@ from closeranks.plan.step_time.workload import PlanChoice, Workload
 from closeranks.run.diagnosis import load_facts
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.job.planned import planned_choice, planned_workload
+from closeranks.telemetry.run_log.resource_history import load_resources
 
 _QUIET = (
     "checkpoint.save=false",
@@ -61,8 +62,20 @@ class StepRunFailed(Exception):
     """Says why a run gave no steps: a signal to the caller, who goes on without it."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    step: StepGroups
+    peak_bytes: int
+    """Allocated on an accelerator by the rank that holds most; 0 if it was not recorded."""
+
+
 def run_steps(run: StepRun, environment: Sequence[str] = ()) -> StepGroups:
     """``environment``: ``NAME=VALUE`` that the run gets on top of this process's."""
+    return measure_run(run, environment).step
+
+
+def measure_run(run: StepRun, environment: Sequence[str] = ()) -> MeasuredRun:
+    """With memory, where the job samples resources (``telemetry.sample_s``)."""
     with tempfile.TemporaryDirectory(prefix="closeranks-steps-") as folder:
         target = Path(folder) / "run"
         command = [sys.executable, "-m", "closeranks", "train", str(run.job), "-n", str(run.num_workers)]
@@ -81,7 +94,7 @@ def run_steps(run: StepRun, environment: Sequence[str] = ()) -> StepGroups:
             raise StepRunFailed(f"{run.num_steps} steps took more than {_TIMEOUT_S:.0f} s") from None
         if done.returncode:
             raise StepRunFailed((done.stdout.strip() or "nothing was printed").splitlines()[-1])
-        facts = load_facts(target)
+        facts, memory = load_facts(target), load_resources(target).memory
     if not facts.num_steps:
         raise StepRunFailed("it recorded no steps")
-    return typical_step(facts.times)
+    return MeasuredRun(typical_step(facts.times), max((used.peak_bytes for used in memory.values()), default=0))
