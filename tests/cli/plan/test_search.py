@@ -216,3 +216,91 @@ def test_a_module_of_the_users_own(tmp_path: Path) -> None:
     assert {plan["layout"] for plan in found["plans"]} >= {"data=4", "data=4 zero=1", "data=4 zero=3"}
     assert all(plan["step_s"] > 0 for plan in found["plans"])
     assert "to 3.2k samples, with goodput" in said(job, "--cluster", "4xcpu")
+
+
+def test_a_hugging_face_config_is_planned_without_torch(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    mixtral = {
+        "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 32_000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config.write_text(json.dumps(mixtral))
+    words = [str(TINY), "--cluster", "64xh100", "--limit", "2", "--model", str(config), "train.global_batch=256"]
+    code = f"import sys\nsys.argv = ['closeranks', 'plan', *{words!r}]\n"
+    code += "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+    code += "from closeranks.cli.main import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GiB" in done.stdout
+    assert "not the job's model: closeranks trains Llamas" in done.stdout
+    plain = figures(TINY, "--cluster", "64xh100", "--limit", 1, "train.global_batch=256")
+    assert figures(*words)["plans"][0]["memory_bytes"] > 2 * plain["plans"][0]["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"model_type": "t5"}', "has an encoder and a decoder: no stack of equal blocks"),
+        ('{"model_type": "vit"}', "patches of images instead of tokens"),
+        ('{"model_type": "gpt3"}', "whose shape is not known here"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert said in refused(TINY, "--cluster", "8xh100", "--model", tmp_path)
+    assert "Leave out --out" in refused(
+        TINY, "--cluster", "8xh100", "--model", tmp_path, "--out", tmp_path / "planned.toml"
+    )
+
+
+OWN_MODELS = """
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(128, 2))
+
+    def loss(self, batch):
+        return cross_entropy(self.net(batch["x"].view(-1, 1, 2, 4)), batch["y"])
+
+
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 32), nn.Linear(32, 2)
+        self.between = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+
+    def loss(self, batch):
+        hidden = self.first(batch["x"].unsqueeze(-1))
+        return cross_entropy(self.last(self.between(hidden[:, :4], hidden[:, 4:])).mean(1), batch["y"])
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.answer = nn.Linear(8, 2)
+
+    def loss(self, batch):
+        chosen = batch["x"].sum(1).nonzero().squeeze(1)
+        return cross_entropy(self.answer(batch["x"][chosen]), batch["y"][chosen])
+"""
+
+
+def test_modules_of_other_kinds_are_planned_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    own = ROOT / "examples" / "own_model"
+    (tmp_path / "job.toml").write_text((own / "job.toml").read_text())
+    (tmp_path / "net.py").write_text((own / "net.py").read_text())
+    (tmp_path / "planned_models.py").write_text(OWN_MODELS)
+    for name in ("Images", "Translator"):
+        changes = (f"model.name=planned_models:{name}", "~model.args", "~model.loss")
+        found = figures(tmp_path / "job.toml", "--cluster", "8xh100", *changes)
+        assert found["plans"][0]["memory_parts_bytes"]["activations of blocks"] > 0
+    changes = ("model.name=planned_models:Chooser", "~model.args", "~model.loss")
+    said_no = refused(tmp_path / "job.toml", "--cluster", "8xh100", *changes)
+    assert "its code depends on the values of a tensor (" in said_no
+    assert "planned_models.py:32)" in said_no

@@ -17,6 +17,7 @@ from closeranks.core.registry import did_you_mean, is_import_path
 from closeranks.facts.cluster import Cluster, find_cluster, with_devices
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.transformer import TransformerShape
+from closeranks.facts.shapes.transformer import num_params as num_params_of
 from closeranks.plan.search.costs import CostBasis
 from closeranks.plan.search.search import PlanQuestion
 from closeranks.plan.search.space import SEARCHED_SCHEDULES, SearchSpace
@@ -53,8 +54,10 @@ def job_question(
     calibration: Path | None = None,
     failures: str = "",
     num_devices: int = 0,
+    model: Path | None = None,
 ) -> JobQuestion:
-    """``num_devices``: how many of the cluster's kind of device; 0: as the cluster says."""
+    """``num_devices``: how many of the cluster's kind of device; 0: as the cluster says. ``model``: a Hugging Face
+    config to plan instead of the job's model."""
     from closeranks.facts.failures.failure_rates import load_failures
     from closeranks.run.job.describe import describe_job
     from closeranks.run.job.job import load_job
@@ -65,14 +68,18 @@ def job_question(
                 [Problem("--keep", f"'{name}' is nothing that can be kept", did_you_mean(name, KEEPABLE))]
             )
     job = load_job(path, overrides).value
-    if is_import_path(job.model.name):
+    if model is None and is_import_path(job.model.name):
         from closeranks.run.job.launch import add_job_folder_to_path
 
         add_job_folder_to_path(path)
     cluster = find_cluster(cluster_text, num_devices)
-    planning_job = describe_job(job, traces=True)
-    workload = workload_of(planning_job, job)
-    constraints = _known_splits(planning_job.constraints, workload)
+    if model is None:
+        planning_job = describe_job(job, traces=True)
+        workload = workload_of(planning_job, job)
+        constraints, num_params = _known_splits(planning_job.constraints, workload), _num_params(planning_job)
+    else:
+        workload = config_workload(model, job)
+        constraints, num_params = transformer_constraints(workload, job), num_params_of(workload.transformer)
     template = own_choice(job, constraints, cluster)
     question = PlanQuestion(
         workload=workload,
@@ -85,7 +92,7 @@ def job_question(
     )
     budget = token_budget(tokens, job, workload)
     basis = CostBasis(
-        _num_params(planning_job), job.train.global_batch, job.data.seq_len or 1, budget,
+        num_params, job.train.global_batch, job.data.seq_len or 1, budget,
         load_failures(failures or cluster.failures),
     )  # fmt: skip
     return JobQuestion(job, question, basis, template if template.layout.num_ranks == cluster.num_devices else None)
@@ -120,6 +127,35 @@ def workload_of(planning_job: PlanningJob, job: Job) -> Workload:
             "Plan a job with a Llama, or with a module of your own that can run on tensors without data.",
         )
     return Workload(trace, job.data.seq_len or 1, job.train.global_batch, planning_job.structure)
+
+
+def config_workload(path: Path, job: Job) -> Workload:
+    """The model of a Hugging Face config with the job's batch."""
+    from closeranks.facts.shapes.hf_config import read_hf_config
+
+    shape = read_hf_config(path)
+    if not job.data.seq_len:
+        raise UserError("the job does not say how long its sequences are", "Set data.seq_len.")
+    if shape.learned_positions and job.data.seq_len > shape.learned_positions:
+        what = f"data.seq_len = {job.data.seq_len} is more than the {shape.learned_positions} positions of {path}"
+        raise UserError(what, "Set data.seq_len to fewer.")
+    return Workload(shape, job.data.seq_len, job.train.global_batch)
+
+
+def transformer_constraints(workload: Workload, job: Job) -> LayoutConstraints:
+    from closeranks.run.job.job import micro_batch_size
+
+    shape = workload.transformer
+    return LayoutConstraints(
+        global_batch=workload.global_batch,
+        micro_batch=micro_batch_size(job),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+        ffn_dim=shape.expert_ffn_dim or shape.ffn_dim,
+        seq_len=workload.seq_len,
+    )
 
 
 def _known_splits(constraints: LayoutConstraints, workload: Workload) -> LayoutConstraints:

@@ -27,6 +27,7 @@ HELP = """Rank the layouts of a job on a cluster: time of a step, memory, MFU, g
   closeranks plan job.toml --cluster 1024xh100 --tokens 300B --sort cost --days 30
   closeranks plan job.toml --cluster 64xh100 --keep micro-batch --keep precision
   closeranks plan job.toml --cluster 1024xh100 --tokens 2T --picture plans.png
+  closeranks plan job.toml --cluster 64xh100 --model Mixtral-8x7B/config.json
   closeranks plan job.toml --cluster 64xh100 --json > plans.json
 
 A cluster is a number of devices (64xh100) or a file that names device, hosts, links, price and failures. A row is a
@@ -93,19 +94,26 @@ def search(
     ] = None,
     calibration: CalibrationFile = None,
     failures: Failures = "",
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Plan this Hugging Face config instead of the job's model.", metavar="CONFIG.json"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     from closeranks.cli.pictures import check_picture
     from closeranks.cli.plan.job_file import check_out
     from closeranks.cli.plan.question import job_question, require_cluster
+    from closeranks.core.errors import UserError
     from closeranks.plan.search.search import search_plans
 
     require_cluster(cluster, "--cluster 8xh100")
     check_picture(picture)
     check_out(out)
+    if out is not None and model is not None:
+        raise UserError(f"{out} would train the job's model, not {model}", "Leave out --out.")
     asked = job_question(
         job, overrides or [], cluster, keep=keep or (), tokens=tokens, margin=margin, calibration=calibration,
-        failures=failures,
+        failures=failures, model=model,
     )  # fmt: skip
     if any(compare):
         _compare(asked, compare, as_json=as_json)
@@ -116,6 +124,8 @@ def search(
     if picture is not None and result.plans:
         _draw(asked, result, f"{job.name} on {cluster}", picture)
     _show(asked, result, job, why=why, as_json=as_json, picture=picture if result.plans else None)
+    if model is not None and not as_json:
+        typer.echo(f"\nPlanned is {model}, not the job's model: closeranks trains Llamas, and modules of your own.")
     if out is not None:
         _write(asked, result, job, overrides or [], out, quiet=as_json)
 
