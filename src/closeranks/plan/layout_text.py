@@ -65,7 +65,7 @@ def table_row(cost: LayoutCost, byte_unit: ByteUnit, *, knows_activations: bool)
     full, busy = cost.fullest, cost.busiest
     state = full.state
     kept = byte_unit.text(full.activation_bytes) if knows_activations else _UNKNOWN
-    held = [*map(byte_unit.text, (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)), kept]
+    held = [*map(byte_unit.text, (state.parameters, full.gradient_bytes, state.optimizer, full.buffer_bytes)), kept]
     sent = [byte_unit.text(busy.sent_on(*axes)) for axes in (DATA_AXES, ("tensor",), ("pipeline",))]
     bubble = f"{100 * cost.occupancy.bubble:.1f}%" if cost.layout.pipeline > 1 else "-"
     return str(cost.layout), *held, byte_unit.text(full.total_bytes), bubble, *sent
@@ -125,9 +125,9 @@ def legend(*, knows_activations: bool, is_brief: bool = False) -> str:
         else "activ. is not known for this model, so total is state alone"
     )
     return (
-        "Held by the fullest rank: weights, gradients, optimizer state; buffers are gathered weights and gradients in "
-        f"flight; {estimate}. bubble is the share of time that pipeline ranks wait for each other, stages taken as "
-        f"equal. {_TRAFFIC[is_brief]}"
+        "Held by the fullest rank at the peak of a step: weights, gradients, optimizer state; buffers are gathered "
+        f"weights and gradients in flight; {estimate}. bubble is the share of time that pipeline ranks wait for each "
+        f"other, stages taken as equal. {_TRAFFIC[is_brief]}"
     )
 
 
@@ -162,9 +162,9 @@ def _rank_as_json(rank: RankCost) -> dict[str, Any]:
     return {
         "pipeline": rank.pipeline,
         "weights_bytes": state.parameters,
-        "gradients_bytes": state.gradients,
+        "gradients_bytes": rank.gradient_bytes,
         "optimizer_bytes": state.optimizer,
-        "buffers": _parts_as_json(state.buffers),
+        "buffers": _parts_as_json(rank.buffers),
         "activations": _parts_as_json(rank.activations),
         "total_bytes": rank.total_bytes,
         "traffic": [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from closeranks.core.errors import Problem
 from closeranks.facts.communication.comm_volume import ActivationTraffic, CollectiveVolume, comm_volumes
 from closeranks.facts.layout import Layout, LayoutConstraints, divisors, legal_problems
-from closeranks.facts.memory.activations import ActivationSettings, activation_memory
+from closeranks.facts.memory.activations import ActivationSettings, activation_bytes
 from closeranks.facts.memory.activations import LlamaStage as LlamaStage
 from closeranks.facts.memory.memory_per_rank import (
     CostSettings,
@@ -22,9 +22,13 @@ from closeranks.facts.memory.memory_per_rank import (
     StageUnits,
     rank_memory,
     rank_parameters,
+    reducer_bytes,
+    resolve_hold,
     stages_per_rank,
     tied_across_ranks,
+    weight_bytes,
 )
+from closeranks.facts.memory.peak import ActivationBytes, PeakBytes, ReducerBytes, WeightBytes, peak_bytes
 from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.pipeline.occupancy import PipelineOccupancy, layout_occupancy
@@ -59,9 +63,28 @@ class RankCost:
     pipeline: int
     stages: tuple[StageUnits, ...]
     state: RankMemory
-    activations: tuple[NamedBytes, ...]
+    peak: PeakBytes
+    """The moment of the step at which it holds the most."""
     volumes: tuple[CollectiveVolume, ...]
     num_micro: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """At the peak."""
+        return round(self.peak.gradients)
+
+    @property
+    def buffers(self) -> tuple[NamedBytes, ...]:
+        padding = (NamedBytes("padding of buckets", self.state.padding),) if self.state.padding else ()
+        return (*padding, *self.peak.buffers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.buffers)
+
+    @property
+    def activations(self) -> tuple[NamedBytes, ...]:
+        return self.peak.activations
 
     @property
     def activation_bytes(self) -> int:
@@ -69,9 +92,9 @@ class RankCost:
 
     @property
     def total_bytes(self) -> int:
-        """At the peak. In a step of one micro-batch, gradients appear as activations are freed: never both in full."""
-        never_held = min(self.state.gradients, self.activation_bytes) if self.num_micro == 1 else 0
-        return self.state.total + self.activation_bytes - never_held
+        """At the peak."""
+        kept = self.state.parameters + self.state.optimizer
+        return kept + self.gradient_bytes + self.buffer_bytes + self.activation_bytes
 
     @property
     def sent_bytes(self) -> int:
@@ -170,17 +193,22 @@ class LayoutCostModel:
         num_micro = job.num_micro(layout)
         settings = replace(job.cost_settings, num_micro=num_micro)
         occupancy = layout_occupancy(layout, num_micro)
-        states: dict[Hashable, tuple[RankMemory, tuple[CollectiveVolume, ...]]] = {}
+        states: dict[Hashable, _KindCost] = {}
         ranks = []
         for coordinate, (stages, kind) in enumerate(zip(assignment.stages, assignment.kinds, strict=True)):
             if kind not in states:
                 parameters = self._rank_parameters(stages, kind, assignment.shared, layout)
-                states[kind] = (
+                states[kind] = _KindCost(
                     rank_memory(parameters, layout, settings),
+                    weight_bytes(parameters, layout, settings),
+                    reducer_bytes(parameters, layout, settings),
                     comm_volumes(parameters, layout, settings, _activation_traffic(job)),
                 )
-            activations = self._activations(stages, kind, layout, occupancy.in_flight[coordinate])
-            ranks.append(RankCost(coordinate, stages, states[kind][0], activations, states[kind][1], num_micro))
+            found, held = states[kind], occupancy.in_flight[coordinate]
+            activations = self._activations(stages, kind, layout, held)
+            in_flight = sum(held[stage.number] for stage in stages) / len(stages)
+            peak = peak_bytes(found.weights, found.reducer, activations, num_micro, in_flight)
+            ranks.append(RankCost(coordinate, stages, found.state, peak, found.volumes, num_micro))
         return LayoutCost(layout, num_micro, occupancy, tuple(ranks))
 
     def _assignment(self, layout: Layout) -> _StageAssignment:
@@ -202,19 +230,30 @@ class LayoutCostModel:
 
     def _activations(
         self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
-    ) -> tuple[NamedBytes, ...]:
+    ) -> ActivationBytes:
         llama, settings = self._job.llama, self._job.activation_settings
         if llama is None or settings is None:
-            return ()
+            return ActivationBytes()
         key = (kind, layout.tensor)
         if key not in self._llama_stages:
             self._llama_stages[key] = tuple(_llama_stage(stage, layout) for stage in stages)
-        settings = replace(settings, tensor=layout.tensor)
+        frees = layout.zero == 3 and resolve_hold(self._job.cost_settings.hold, layout) == "shards"
+        settings = replace(settings, tensor=layout.tensor, keeps_casts=not frees)
         counts = (in_flight[stage.number] for stage in stages)
         llama_stages = [
             replace(stage, in_flight=count) for stage, count in zip(self._llama_stages[key], counts, strict=True)
         ]
-        return activation_memory(llama, settings, llama_stages, is_pipeline=layout.pipeline > 1)
+        return activation_bytes(llama, settings, llama_stages, is_pipeline=layout.pipeline > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _KindCost:
+    """What equal ranks hold and send, whatever micro-batches they have in flight."""
+
+    state: RankMemory
+    weights: WeightBytes
+    reducer: ReducerBytes
+    volumes: tuple[CollectiveVolume, ...]
 
 
 @dataclass(frozen=True, slots=True)

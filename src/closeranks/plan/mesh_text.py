@@ -99,12 +99,12 @@ def byte_lines(cost: LayoutCost, byte_unit: ByteUnit, *, knows_activations: bool
     yield f"{byte_unit.name + ' a rank':<14}" + "".join(f"{name:>13}" for name in names)
     for rank in cost.ranks:
         state = rank.state
-        held = (state.parameters, state.gradients, state.optimizer, state.buffer_bytes)
+        held = (state.parameters, rank.gradient_bytes, state.optimizer, rank.buffer_bytes)
         kept = byte_unit.text(rank.activation_bytes) if knows_activations else "?"
         texts = (*map(byte_unit.text, held), kept, byte_unit.text(rank.total_bytes))
         yield f"pipeline {rank.pipeline:<5}" + "".join(f"{text:>13}" for text in texts)
     full = cost.fullest
-    parts = (*full.state.buffers, *full.activations)
+    parts = (*full.buffers, *full.activations)
     if parts:
         yield f"of which on pipeline {full.pipeline}, the fullest:"
         width = max(len(part.name) for part in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from closeranks.facts.memory.activations import (
     ActivationSettings,
     LlamaStage,
     Recompute,
-    activation_memory,
+    activation_bytes,
     block_saved_bytes,
     block_working_bytes,
     embedding_saved_bytes,
@@ -99,20 +99,15 @@ def test_the_tensor_axis_splits_all_but_what_products_read() -> None:
 def test_what_waits_in_a_pipeline_multiplies_and_what_one_backward_needs_does_not() -> None:
     passage = ActivationSettings(BATCH * LENGTH, "bf16", recompute="full")
     one, three = (
-        {
-            part.name: part.num_bytes
-            for part in activation_memory(SHAPE, passage, [stage(SHAPE, in_flight=n)], is_pipeline=True)
-        }
-        for n in (1, 3)
+        asdict(activation_bytes(SHAPE, passage, [stage(SHAPE, in_flight=n)], is_pipeline=True)) for n in (1, 3)
     )
-    assert set(one) == set(three)
     for name in one:
-        is_once = name in ("logits and their gradient", "one block computed again")
-        assert three[name] == one[name] * (1 if is_once else 3), name
+        waits = name in ("blocks", "ends", "casts", "borders")
+        assert three[name] == one[name] * (3 if waits else 1), name
 
 
 def test_only_the_last_stage_has_logits() -> None:
     passage = ActivationSettings(BATCH * LENGTH)
     middle = LlamaStage(2, False, False, 1, 100, 0)
-    names = {part.name for part in activation_memory(SHAPE, passage, [middle], is_pipeline=True)}
-    assert names == {"activations of blocks", "hidden states at the ends of stages"}
+    found = asdict(activation_bytes(SHAPE, passage, [middle], is_pipeline=True))
+    assert {name for name, size in found.items() if size} == {"blocks", "borders", "block_gradients"}

@@ -1,4 +1,4 @@
-"""What each rank holds: shares that add up to the model, and buffers with names."""
+"""What each rank holds: shares that add up to the model, and what its reducer needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from closeranks.facts.memory.memory_per_rank import (
     RankParameters,
     rank_memory,
     rank_parameters,
+    reducer_bytes,
     resolve_hold,
     stages_per_rank,
     tied_across_ranks,
+    weight_bytes,
 )
 from closeranks.facts.mesh import Mesh
 from closeranks.facts.shapes.llama import PRESETS, LlamaShape, llama_structure, num_params
@@ -52,10 +54,6 @@ def holdings(layout: Layout, terms: CostSettings | None = None, shape: LlamaShap
         for shard in shards
         for _ in copies
     ]
-
-
-def buffers(held: RankMemory) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in held.buffers}
 
 
 @given(st.sampled_from(SMALL))
@@ -109,54 +107,50 @@ def test_what_auto_holds() -> None:
     assert resolve_hold("step", Layout()) == "step"
 
 
-def test_buffers_of_each_stage_of_zero() -> None:
-    whole = num_params(TINY) * WIDTH
-    accumulating = CostSettings(num_micro=3)
-    assert buffers(holdings(Layout(2), accumulating)[0]) == {"gradients of earlier micro-batches": whole}
-    assert buffers(holdings(Layout(2), CostSettings(num_micro=1))[0]) == {}
-    assert buffers(holdings(Layout(2, zero=1), accumulating)[0]) == {
-        "slices of summed gradients": whole // 2,
-        "bucket that is being filled": whole,
-    }
-    step = replace(accumulating, hold="step")
-    assert buffers(holdings(Layout(2, zero=2), step)[0]) == {
-        "gradients until summed": whole,
-        "bucket that is being filled": whole,
-    }
-    assert buffers(holdings(Layout(2, zero=3), step)[0]) == {
-        "gathered weights of the stage": whole,
-        "whole gradients until reduced": whole,
-    }
-
-
-def test_zero_2_holds_no_more_gradients_than_travel_at_once() -> None:
-    """Two buckets travel while a third is filled; those of the next micro-batch follow on those of this one."""
-    sizes = (100, 20, 20, 40)
-    terms = CostSettings(
-        hold="shards", buckets=lambda items, num_shards, element_bytes: [BucketSize(size) for size in sizes]
-    )
-    (share,) = shares(Layout(2, zero=2), terms)
-    once = rank_memory(share, Layout(2, zero=2), terms)
-    assert buffers(once)["gradients in flight"] == (100 + 20 + 20) * WIDTH
-    assert buffers(once)["slices arriving"] == (100 + 20) * WIDTH // 2
-    again = rank_memory(share, Layout(2, zero=2), replace(terms, num_micro=2))
-    assert buffers(again)["gradients in flight"] == (40 + 100 + 20) * WIDTH
-    assert buffers(again)["slices arriving"] == (40 + 100) * WIDTH // 2
-    assert once.gradients == again.gradients == sum(sizes) * WIDTH // 2
+def test_a_reducer_holds_its_slices_and_the_buckets_under_way() -> None:
+    sizes = (100, 20, 24, 40)
+    terms = CostSettings(buckets=lambda items, num_shards, element_bytes: [BucketSize(size) for size in sizes])
+    for zero in (1, 2):
+        layout = Layout(2, zero=zero)
+        (share,) = shares(layout, terms)
+        found = reducer_bytes(share, layout, terms)
+        assert found.kept == sum(sizes) * WIDTH / 2
+        assert (found.first_bucket, found.last_buckets) == (100 * WIDTH, (40 * WIDTH, 24 * WIDTH))
+        assert found.holds_step == (zero == 1)
+    (share,) = shares(Layout(2), terms)
+    assert reducer_bytes(share, Layout(2), terms).kept == sum(sizes) * WIDTH
 
 
 def test_zero_3_gathers_the_unit_at_work_and_those_ahead() -> None:
     layout = Layout(2, zero=3)
     (share,) = shares(layout, CostSettings())
-    units = share.units
-    block = max(unit.padded_numel for unit in units if unit.is_block)
-    kept = 2 * TINY.vocab_size * TINY.dim + TINY.dim + block  # the last block's backward follows its forward at once
-    for prefetch in (0, 1, 2):
-        found = buffers(rank_memory(share, layout, CostSettings(prefetch=prefetch)))
-        assert found["gathered weights kept from forward to backward"] == kept * WIDTH
-        assert found["gathered weights of the unit at work"] == block * WIDTH
-        assert found.get("gathered weights of units ahead", 0) == prefetch * block * WIDTH
-    assert [unit.is_freed for unit in units] == [True] * (TINY.num_layers - 1) + [False, False]
+    block = max(unit.padded_numel for unit in share.units if unit.is_block)
+    for precision, each in (("float32", 4), ("bf16", 6)):
+        for prefetch in (0, 1, 2):
+            found = reducer_bytes(share, layout, CostSettings(prefetch=prefetch, precision=precision))  # type: ignore[arg-type]
+            assert found.rest == (2 * TINY.vocab_size * TINY.dim + TINY.dim) * WIDTH
+            assert found.last_unit == block * WIDTH, "the last block's backward follows its forward at once"
+            assert found.ahead == prefetch * block * each
+    assert [unit.is_freed for unit in share.units] == [True] * (TINY.num_layers - 1) + [False, False]
+
+
+@pytest.mark.parametrize("text", ["data=2", "tensor=2", "data=2 zero=1", "data=2 zero=3"])
+def test_weights_are_told_by_when_their_gradients_come(text: str) -> None:
+    layout = Layout.parse(text)
+    (share,) = shares(layout, CostSettings())
+    found = weight_bytes(share, layout, CostSettings())
+    table, norm = TINY.vocab_size * TINY.dim * WIDTH // layout.tensor, TINY.dim * WIDTH
+    assert (found.embedding, found.head, found.is_tied) == (table, table + norm, False)
+    assert found.whole == found.embedding + found.head + TINY.num_layers * found.block
+    tied = replace(TINY, tied=True)
+    (share,) = shares(layout, CostSettings(), tied)
+    assert weight_bytes(share, layout, CostSettings()).is_tied
+    first, last = shares(Layout(pipeline=2), CostSettings(), tied)
+    ends = [weight_bytes(one, Layout(pipeline=2), CostSettings()) for one in (first, last)]
+    assert [(bool(one.embedding), bool(one.head), one.is_tied) for one in ends] == [
+        (True, False, False),
+        (False, True, False),
+    ]
 
 
 @given(st.sampled_from(SMALL), st.sampled_from(["float32", "bf16", "fp16"]))

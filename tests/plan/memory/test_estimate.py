@@ -149,15 +149,17 @@ def test_a_traced_module_is_counted_unit_by_unit() -> None:
         "block", 3_000_000, (Product(1, 1000, 2000),), saved_activation_bytes=5e6, fixed_saved_bytes=4e6,
         output_bytes=1e6, is_block=True,
     )  # fmt: skip
-    ends = TracedUnit("ends", 500_000, saved_activation_bytes=2e6, fixed_saved_bytes=1e6, output_bytes=1e6)
+    ends = TracedUnit("ends", 500_000, saved_activation_bytes=8e6, fixed_saved_bytes=1e6, output_bytes=1e6)
     workload = Workload(ModuleTrace((block, block, block, block, ends), precision="bf16"), 1, 64)
     cluster = parse_cluster("8xh100")
     found = memory_estimate(workload, PlanChoice(Layout(8), 2, compiled=False), cluster)
     assert found.part("weights") == 4 * 12_500_000
     assert found.part("activations of blocks") == 4 * 2 * 5e6
-    assert found.part("activations of embedding, head and loss") == 2 * 2e6 + 1e6
-    assert found.part("logits and their gradient") == 2 * (2e6 + 1e6)
+    assert found.part("activations of embedding, head and loss") == 2 * 8e6 + 1e6
+    assert found.part("logits and their gradient") == 2 * (8e6 + 1e6)
     assert found.part("weights cast for products") == 4 * 4e6
+    small = replace(ends, saved_activation_bytes=2e6)
+    workload = Workload(ModuleTrace((block, block, block, block, small), precision="bf16"), 1, 64)
     full = memory_estimate(workload, PlanChoice(Layout(8), 2, "full", compiled=False), cluster)
     assert full.part("activations of blocks") == 4 * 2 * 1e6
     assert full.part("one block computed again") == 2 * 4e6

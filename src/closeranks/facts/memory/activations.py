@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from closeranks.facts.memory.state_bytes import NamedBytes, Precision, element_bytes
+from closeranks.facts.memory.peak import ActivationBytes
+from closeranks.facts.memory.state_bytes import Precision, element_bytes
 from closeranks.facts.shapes.llama import LlamaShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -40,6 +41,8 @@ class ActivationSettings:
     """The families of results that selective recompute keeps."""
     dropout: float = 0.0
     is_compiled: bool = False
+    keeps_casts: bool = True
+    """Whether half-precision copies of weights are kept for backward: not where ZeRO-3 frees weights in between."""
 
     @property
     def tokens_per_rank(self) -> int:
@@ -130,19 +133,31 @@ def head_saved_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
 
 
 def head_working_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
-    """The gradient of the logits: in float32, with half precision also a half-precision copy, beside the logits; the
-    loss of a sharded vocabulary has one more float32 copy. Compiled, only the gradient in its final dtype."""
+    """The gradient of the logits while it is computed, beside what the loss kept: in float32, twice, since that of the
+    log-probabilities comes first; the loss of a sharded vocabulary makes the probabilities anew, from a float32 copy of
+    half-precision logits. Compiled, only the gradient in its final dtype."""
     w = element_bytes(settings.precision)
     if settings.is_compiled:
         return settings.num_tokens * shape.vocab_size * w.compute // settings.tensor
-    width = w.state * (1 if settings.tensor == 1 else 2) + (2 * w.compute if w.is_half else 0)
+    width = 2 * w.state + (w.state + w.compute if settings.tensor > 1 and w.is_half else 0)
     return settings.num_tokens * shape.vocab_size * width // settings.tensor
+
+
+def head_gradient_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
+    """The gradient of the logits as the head's backward reads it."""
+    return settings.num_tokens * shape.vocab_size * element_bytes(settings.precision).compute // settings.tensor
+
+
+def block_gradient_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
+    """Gradients of a block's own activations, in the feed-forward, where they are widest."""
+    w = element_bytes(settings.precision)
+    return 2 * settings.num_tokens * (shape.ffn_dim * w.compute // settings.tensor + shape.dim * w.stream)
 
 
 def weight_cast_bytes(stage: LlamaStage, settings: ActivationSettings) -> int:
     """Half-precision copies of weights, which backward reads; recomputed blocks cast them again."""
     w = element_bytes(settings.precision)
-    if not w.is_half:
+    if not w.is_half or not settings.keeps_casts:
         return 0
     in_blocks = stage.num_block_params if settings.recompute == "none" else 0
     return (in_blocks + stage.num_head_params) * w.compute
@@ -162,26 +177,25 @@ class LlamaStage:
     """The same for the output projection; 0 where another stage has it."""
 
 
-def activation_memory(
+def activation_bytes(
     shape: LlamaShape, settings: ActivationSettings, stages: Sequence[LlamaStage], *, is_pipeline: bool
-) -> tuple[NamedBytes, ...]:
-    """Everything that one rank keeps of its micro-batches at the peak, by name, without empty parts."""
-    blocks = sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, settings)
+) -> ActivationBytes:
+    """What one rank keeps of its micro-batches, and what their backward needs."""
+    hidden = settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).stream
+    has_head = any(s.is_last for s in stages)
+    has_blocks = any(s.num_blocks for s in stages)
     ends = sum(s.in_flight * embedding_saved_bytes(settings) for s in stages if s.is_first)
     ends += sum(s.in_flight * head_saved_bytes(shape, settings) for s in stages if s.is_last)
-    hidden = settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).stream
-    # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
-    # arrives.
-    boundaries = sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0
-    # Blocks are recomputed after the logits are freed: only the larger of the two counts.
-    logits = head_working_bytes(shape, settings) if any(s.is_last for s in stages) else 0
-    again = block_working_bytes(shape, settings) if any(s.num_blocks for s in stages) else 0
-    parts = (
-        NamedBytes("activations of blocks", blocks),
-        NamedBytes("activations of embedding, head and loss", ends),
-        NamedBytes("logits and their gradient", logits if logits >= again else 0),
-        NamedBytes("one block computed again", again if again > logits else 0),
-        NamedBytes("weights cast for products", sum(s.in_flight * weight_cast_bytes(s, settings) for s in stages)),
-        NamedBytes("hidden states at the ends of stages", boundaries),
+    return ActivationBytes(
+        blocks=sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, settings),
+        ends=ends,
+        casts=sum(s.in_flight * weight_cast_bytes(s, settings) for s in stages),
+        # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
+        # arrives.
+        borders=sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0,
+        head=head_saved_bytes(shape, settings) if has_head else 0,
+        logits=head_working_bytes(shape, settings) if has_head else 0,
+        logits_gradient=head_gradient_bytes(shape, settings) if has_head else 0,
+        again=block_working_bytes(shape, settings) if has_blocks else 0,
+        block_gradients=block_gradient_bytes(shape, settings) if has_blocks else 0,
     )
-    return tuple(part for part in parts if part.num_bytes)

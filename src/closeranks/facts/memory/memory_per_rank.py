@@ -1,22 +1,22 @@
-"""Memory per rank under a layout: weights, gradients, optimizer state, and temporary buffers.
+"""Memory per rank under a layout: weights, gradients, optimizer state, and what a reducer needs beside them.
 
 The tensor axis shards weights, the pipeline axis divides units into stages, and ZeRO shards the rest over the shard
-axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariants: weights and optimizer state add
-up over the ranks to the whole model, apart from replicas and tied copies; everything else that a step needs for longer
-than one operation is a buffer with a name. For activations see ``facts.memory.activations``.
+axis: in flat buckets up to stage 2, row by row for each weight at stage 3. Invariant: weights and optimizer state add
+up over the ranks to the whole model, apart from replicas and tied copies. What of gradients and buffers is there at the
+peak of a step is up to ``facts.memory.peak``; for activations see ``facts.memory.activations``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory.fsdp_units import FsdpUnit, fsdp_units, shard_numel
+from closeranks.facts.memory.peak import ReducerBytes, WeightBytes
 from closeranks.facts.memory.state_bytes import (
-    NamedBytes,
     OptimizerName,
     Precision,
     element_bytes,
@@ -105,20 +105,18 @@ class CostSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds, without activations."""
+    """Bytes that one rank keeps from step to step, and the gradients of a step."""
 
     parameters: int
     gradients: int
+    """Once the step's last backward is done."""
     optimizer: int
-    buffers: tuple[NamedBytes, ...] = ()
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(buffer.num_bytes for buffer in self.buffers)
+    padding: int = 0
+    """Of buckets of weights."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffer_bytes
+        return self.parameters + self.gradients + self.optimizer + self.padding
 
 
 def resolve_hold(hold: str, layout: Layout) -> Hold:
@@ -197,87 +195,87 @@ def tied_across_ranks(stages_by_rank: Sequence[Sequence[StageUnits]]) -> frozens
 def rank_memory(parameters: RankParameters, layout: Layout, settings: CostSettings, shard: int = 0) -> RankMemory:
     """The memory of a rank with these weights at coordinate ``shard`` of the shard axis. The first holds the most:
     where rows do not divide evenly the last ranks have fewer. Slices of buckets are equal, padding included."""
-    if layout.zero == 3:
-        return _fully_sharded(parameters, layout, settings, shard)
-    return _sharded_in_buckets(parameters, layout, settings) if layout.zero else _whole(parameters, layout, settings)
-
-
-def _whole(parameters: RankParameters, layout: Layout, settings: CostSettings) -> RankMemory:
-    """ZeRO 0. Gradients end up in buckets; before the last backward of a step they accumulate elsewhere."""
-    state = parameters.numel * element_bytes(settings.precision).state
-    accumulates = layout.data > 1 and settings.num_micro > 1
-    buffers = (NamedBytes("gradients of earlier micro-batches", state),) if accumulates else ()
-    return RankMemory(state, state, state * settings.num_state_tensors, buffers)
-
-
-def _sharded_in_buckets(parameters: RankParameters, layout: Layout, settings: CostSettings) -> RankMemory:
-    """ZeRO 1 and 2: weights are views of padded buckets, and a rank owns a slice of each."""
     width, num_shards = element_bytes(settings.precision).state, Mesh(layout).sizes[2]
     whole = parameters.numel * width
+    if layout.zero == 0:
+        return RankMemory(whole, whole, whole * settings.num_state_tensors)
+    if layout.zero == 3:
+        # A tied weight of two stages is sharded in each of them.
+        held = (weight for stage in parameters.stages for weight in distinct_parameters(stage.units))
+        own = sum(shard_numel(weight, layout.tensor, num_shards, shard) for weight in held) * width
+        return RankMemory(own, own, own * settings.num_state_tensors)
     padded = sum(bucket.numel for bucket in parameters.buckets) * width
     own = padded // num_shards
+    return RankMemory(
+        whole, whole if layout.zero == 1 else own, own * settings.num_state_tensors, padding=padded - whole
+    )
+
+
+def weight_bytes(parameters: RankParameters, layout: Layout, settings: CostSettings) -> WeightBytes:
+    """The whole weights of a rank, by when their gradients come."""
+    width, units = (
+        element_bytes(settings.precision).state,
+        [unit for stage in parameters.stages for unit in stage.units],
+    )
+    first, last = _ends(parameters.stages, layout)
+    blocks = [unit for unit in units if unit.is_block] or units
+    matrices = (weight.numel(layout.tensor) for unit in blocks for weight in unit.weights)
+
+    def size(found: Sequence[ModelUnit]) -> int:
+        return width * sum(weight.numel(layout.tensor) for weight in distinct_parameters(found))
+
+    return WeightBytes(
+        whole=max(width * parameters.numel, width * sum(unit.padded_numel for unit in parameters.units)),
+        head=size(last),
+        embedding=size(first),
+        is_tied=size([*first, *last]) < size(first) + size(last),
+        block=max((size([unit]) for unit in blocks), default=0),
+        matrix=width * max(matrices, default=0),
+    )
+
+
+def _ends(stages: Sequence[StageUnits], layout: Layout) -> tuple[list[ModelUnit], list[ModelUnit]]:
+    """What lies before the blocks of the model, and behind them; nothing where it has no blocks."""
+    first: list[ModelUnit] = []
+    last: list[ModelUnit] = []
+    for stage in stages:
+        places = [number for number, unit in enumerate(stage.units) if unit.is_block]
+        if stage.number == 0 and places:
+            first += stage.units[: places[0]]
+        if stage.number == layout.num_stages - 1 and (places or layout.pipeline > 1):
+            last += stage.units[places[-1] + 1 if places else 0 :]
+    return first, last
+
+
+def reducer_bytes(parameters: RankParameters, layout: Layout, settings: CostSettings) -> ReducerBytes:
+    """What the reducer of a rank's gradients holds."""
+    found, num_shards = element_bytes(settings.precision), Mesh(layout).sizes[2] if layout.zero else 1
+    width, holds_step = found.state, resolve_hold(settings.hold, layout) == "step"
+    if layout.zero == 3:
+        units = parameters.units
+        ahead = settings.prefetch * max((unit.padded_numel for unit in units if unit.is_freed), default=0)
+        narrow = found.wire if found.wire < width else 0  # what arrives is as wide as the weights; then it is copied
+        return ReducerBytes(
+            3,
+            holds_step,
+            0.0,
+            num_shards,
+            rest=width * sum(unit.padded_numel for unit in units if not unit.is_freed and not unit.is_block),
+            last_unit=width * sum(unit.padded_numel for unit in units if not unit.is_freed and unit.is_block),
+            ahead=(width + narrow) * ahead,
+        )
     sizes = [bucket.numel * width for bucket in parameters.buckets]
-    buffers = [NamedBytes("padding of buckets", padded - whole)]
-    if layout.zero == 1 or resolve_hold(settings.hold, layout) == "step":
-        name, size = ("slices of summed gradients", own) if layout.zero == 1 else ("gradients until summed", whole)
-        buffers += [NamedBytes(name, size), NamedBytes("bucket that is being filled", max(sizes))]
-    else:
-        in_flight = _fullest_window(sizes, NUM_IN_FLIGHT + 1, is_round=settings.num_micro > 1)
-        arriving = _fullest_window(sizes, NUM_IN_FLIGHT, is_round=settings.num_micro > 1) // num_shards
-        buffers += [NamedBytes("gradients in flight", in_flight), NamedBytes("slices arriving", arriving)]
-    return RankMemory(
-        parameters=whole,
-        gradients=whole if layout.zero == 1 else own,
-        optimizer=own * settings.num_state_tensors,
-        buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
+    if not sizes:
+        return ReducerBytes(layout.zero, True, 0.0)
+    return ReducerBytes(
+        layout.zero,
+        holds_step or layout.zero < 2,
+        sum(sizes) / num_shards,
+        num_shards,
+        first_bucket=max(sizes[:2]),
+        last_buckets=(sizes[-1], sizes[-2] if len(sizes) > 1 else 0),
+        block_bucket=sorted(sizes)[len(sizes) // 2] if len(sizes) > 2 else 0,
     )
-
-
-NUM_IN_FLIGHT = 2
-"""Buckets in flight where ZeRO-2 frees gradients in every backward, while one more is filled."""
-
-
-def _fullest_window(sizes: Sequence[int], length: int, *, is_round: bool) -> int:
-    """The largest sum of ``length`` consecutive buckets; ``is_round``: the first buckets, of the next micro-batch,
-    follow the last."""
-    row = list(sizes) * (1 + -(-length // len(sizes))) if is_round else list(sizes)
-    return max(sum(row[start : start + length]) for start in range(len(sizes)))
-
-
-def _fully_sharded(parameters: RankParameters, layout: Layout, settings: CostSettings, shard: int) -> RankMemory:
-    """ZeRO 3: each rank keeps rows of every weight, and gathers a unit at a time, or a stage for the whole step.
-
-    Gathered weights have the weights' dtype; autocast casts them for products, as in every layout.
-    """
-    width = element_bytes(settings.precision).state
-    units, num_shards = parameters.units, Mesh(layout).sizes[2]
-    # A tied weight of two stages is sharded in each of them.
-    held = (weight for stage in parameters.stages for weight in distinct_parameters(stage.units))
-    own = sum(shard_numel(weight, layout.tensor, num_shards, shard) for weight in held)
-    buffers = list(_gathered(units, settings))
-    if resolve_hold(settings.hold, layout) == "step":
-        whole = sum(unit.padded_numel for unit in units) * width
-        buffers = [
-            NamedBytes("gathered weights of the stage", whole),
-            NamedBytes("whole gradients until reduced", whole),
-        ]
-    return RankMemory(
-        parameters=own * width,
-        gradients=own * width,
-        optimizer=own * width * settings.num_state_tensors,
-        buffers=tuple(buffer for buffer in buffers if buffer.num_bytes),
-    )
-
-
-def _gathered(units: Sequence[FsdpUnit], settings: CostSettings) -> Iterator[NamedBytes]:
-    """What stays gathered from forward to backward, the current unit, the prefetched ones, and gradients of two."""
-    width = element_bytes(settings.precision).state
-    freed = sorted((unit.padded_numel for unit in units if unit.is_freed), reverse=True)
-    kept = sum(unit.padded_numel for unit in units if not unit.is_freed)
-    yield NamedBytes("gathered weights kept from forward to backward", kept * width)
-    yield NamedBytes("gathered weights of the unit at work", sum(freed[:1]) * width)
-    yield NamedBytes("gathered weights of units ahead", sum(freed[1 : 1 + settings.prefetch]) * width)
-    yield NamedBytes("gradients of a unit, and of one in flight", 2 * max(unit.padded_numel for unit in units) * width)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -12,13 +12,14 @@ from typing import Literal
 
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.layout import Layout
+from closeranks.facts.memory.peak import ActivationBytes, peak_bytes
 from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.facts.pipeline.stages import V_SHAPED
 from closeranks.plan.memory.conventions import LEAN_12, MIXED_16, OWN, StateConvention, convention_of
 from closeranks.plan.memory.in_flight import head_in_flight, in_flight
 from closeranks.plan.memory.model_sizes import RankParams, sizes_of
 from closeranks.plan.memory.saved_activations import SavedActivations, activation_key, saved_activations
-from closeranks.plan.memory.states import StateBytes, state_bytes
+from closeranks.plan.memory.states import StateBytes, holds_whole_step, own_reducer, own_weights, state_bytes
 from closeranks.plan.step_time.model_figures import model_figures
 from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
 from closeranks.plan.step_time.workload import PlanChoice, Workload
@@ -115,56 +116,64 @@ class MemoryEstimator:
         self, choice: PlanChoice, convention: StateConvention, rank: int, load: RankLoad
     ) -> tuple[int, list[NamedBytes]]:
         layout, num_micro = choice.layout, choice.num_micro(self._workload.global_batch)
-        params, state = self._state_of(choice, convention, load, num_micro > 1)
-        activations = self._activations(choice, convention, rank, load, params)
-        # In a step of one micro-batch gradients appear as activations are freed: never both in full.
-        held = sum(part.num_bytes for part in activations)
-        is_late = num_micro == 1 and not convention.has_early_gradients
-        never_held = min(state.gradients, held) if is_late else 0.0
+        params, state = self._state_of(choice, convention, load)
+        count = self._in_flight(choice, rank, load, num_micro)
+        activations = self._activations(choice, convention, load, params, count)
+        if convention is OWN:
+            reducer = own_reducer(params, layout, is_half=choice.precision == "bf16")
+            peak = peak_bytes(own_weights(params), reducer, activations, num_micro, count)
+            gradients, moving = peak.gradients, [*peak.buffers, *peak.activations]
+        else:
+            held = _all_at_once(activations)
+            # In a step of one micro-batch gradients appear as activations are freed: never both in full.
+            is_late = num_micro == 1 and not convention.has_early_gradients
+            late = min(state.gradients, sum(part.num_bytes for part in held)) if is_late else 0.0
+            gradients, moving = state.gradients - late, [*state.buffers, *held]
         parts = [
             NamedBytes("weights", round(state.weights)),
-            NamedBytes("gradients", round(state.gradients - never_held)),
+            NamedBytes("gradients", round(gradients)),
             NamedBytes("optimizer", round(state.optimizer)),
-            *state.buffers,
-            *activations,
+            *moving,
         ]
-        return rank, [*parts, *self._outside(layout, state, held)]
+        return rank, [*parts, *self._outside(layout, sum(part.num_bytes for part in moving))]
 
-    def _activations(
-        self, choice: PlanChoice, convention: StateConvention, rank: int, load: RankLoad, params: RankParams
-    ) -> list[NamedBytes]:
-        layout, saved = choice.layout, self._saved_of(choice)
-        num_micro = choice.num_micro(self._workload.global_batch)
+    def _in_flight(self, choice: PlanChoice, rank: int, load: RankLoad, num_micro: int) -> float:
+        layout = choice.layout
         count = in_flight(layout, rank, num_micro, choice.stages_per_rank)
         if layout.pipeline > 1 and layout.schedule in V_SHAPED and rank == 0:
             # Nearly all that it holds is of its first stage, which has more blocks than the last stage of the model.
             per_stage = -(-self._num_blocks // layout.num_stages)
             count *= max(1.0, choice.stages_per_rank * per_stage / max(load.num_blocks, 1))
-        heads = head_in_flight(layout, num_micro) * load.num_heads
-        ends = count * load.num_embeddings * saved.embedding + heads * saved.head
-        logits = saved.logits if load.num_heads else 0.0
-        again = saved.working if load.num_blocks else 0.0
+        return count
+
+    def _activations(
+        self, choice: PlanChoice, convention: StateConvention, load: RankLoad, params: RankParams, count: float
+    ) -> ActivationBytes:
+        layout, saved = choice.layout, self._saved_of(choice)
+        heads = head_in_flight(layout, choice.num_micro(self._workload.global_batch)) * load.num_heads
         borders = 2 * choice.stages_per_rank - load.num_embeddings - load.num_heads if layout.pipeline > 1 else 0
         casts = 0.0
-        if convention is OWN and choice.precision != "fp32":
+        # ZeRO-3 frees weights between forward and backward, and casts them again.
+        frees = layout.zero == 3 and not holds_whole_step(layout)
+        if convention is OWN and choice.precision != "fp32" and not frees:
             in_blocks = params.matrices + params.experts if choice.recompute == "none" else 0.0
             casts = 2 * (count * in_blocks + heads * params.head)
-        return [
-            NamedBytes("activations of blocks", round(count * load.num_blocks * saved.block)),
-            NamedBytes("activations of embedding, head and loss", round(ends)),
-            # Blocks are computed again after the logits are freed: only the larger of the two counts.
-            NamedBytes("logits and their gradient", round(logits) if logits >= again else 0),
-            NamedBytes("one block computed again", round(again) if again > logits else 0),
-            NamedBytes("weights cast for products", round(casts)),
-            NamedBytes(
-                "hidden states at the ends of stages", round(count / choice.stages_per_rank * borders * saved.hidden)
-            ),
-        ]
+        has_head, has_blocks = load.num_heads > 0, load.num_blocks > 0
+        return ActivationBytes(
+            blocks=count * load.num_blocks * saved.block,
+            ends=count * load.num_embeddings * saved.embedding + heads * saved.head,
+            casts=casts,
+            borders=count / choice.stages_per_rank * borders * saved.hidden,
+            head=has_head * saved.head,
+            logits=has_head * saved.logits,
+            logits_gradient=has_head * saved.logits_gradient,
+            again=has_blocks * saved.working,
+            block_gradients=has_blocks * saved.block_gradients,
+        )
 
-    def _outside(self, layout: Layout, state: StateBytes, activation_bytes: float) -> Sequence[NamedBytes]:
+    def _outside(self, layout: Layout, moving: float) -> Sequence[NamedBytes]:
         if self._cluster.device.kind == "cpu":
             return ()
-        moving = activation_bytes + sum(buffer.num_bytes for buffer in state.buffers)
         axes = sum(size > 1 for size in (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert))
         libraries = _CONTEXT_BYTES + _WORKSPACE_BYTES + axes * _COMMUNICATOR_BYTES
         return (
@@ -173,15 +182,13 @@ class MemoryEstimator:
         )
 
     def _state_of(
-        self, choice: PlanChoice, convention: StateConvention, load: RankLoad, is_many: bool
+        self, choice: PlanChoice, convention: StateConvention, load: RankLoad
     ) -> tuple[RankParams, StateBytes]:
         layout = choice.layout
-        key = (layout, load, is_many, convention.name, choice.optimizer, choice.offload)
+        key = (layout, load, convention.name, choice.optimizer, choice.offload)
         if key not in self._states:
             params = self._sizes.of_rank(load, layout.tensor, layout.expert)
-            state = state_bytes(
-                params, layout, convention, num_micro=1 + is_many, optimizer=choice.optimizer, offload=choice.offload
-            )
+            state = state_bytes(params, layout, convention, optimizer=choice.optimizer, offload=choice.offload)
             self._states[key] = params, state
         return self._states[key]
 
@@ -211,3 +218,15 @@ class MemoryEstimator:
             layout.schedule,
             is_balanced=choice.software == "closeranks",
         )
+
+
+def _all_at_once(activations: ActivationBytes) -> list[NamedBytes]:
+    """Blocks are computed again after the logits are freed: only the larger of the two counts."""
+    logits, again = activations.logits, activations.again
+    return [
+        NamedBytes("activations of blocks", round(activations.blocks)),
+        NamedBytes("activations of embedding, head and loss", round(activations.ends)),
+        NamedBytes("logits and their gradient", round(logits) if logits >= again else 0),
+        NamedBytes("one block computed again", round(again) if again > logits else 0),
+        NamedBytes("hidden states at the ends of stages", round(activations.borders)),
+    ]

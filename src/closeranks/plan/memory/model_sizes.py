@@ -34,6 +34,7 @@ class ModelSizes:
         if load.num_heads and not load.num_embeddings:
             ends += self.tied_head / tensor
         head = (self.head or self.tied_head) / tensor if load.num_heads else 0.0
+        embedding = load.num_embeddings * self.embedding / tensor
         return RankParams(
             blocks=load.num_blocks * (self.block_matrices / tensor + self.block_rest),
             ends=ends,
@@ -41,6 +42,8 @@ class ModelSizes:
             block=self.block_matrices / tensor + self.block_rest + self.block_experts / expert / tensor,
             matrices=load.num_blocks * self.block_matrices / tensor,
             head=head,
+            embedding=embedding,
+            is_tied=bool(self.tied_head and head and embedding),
             largest=max(self.largest_block_matrix, self.embedding * load.num_embeddings, head * tensor) / tensor,
             largest_block_matrix=self.largest_block_matrix / tensor,
         )
@@ -58,6 +61,9 @@ class RankParams:
     matrices: float
     """Of the products of its blocks."""
     head: float
+    embedding: float
+    is_tied: bool
+    """Whether head and embedding are one weight of this rank."""
     largest: float
     """The largest single weight."""
     largest_block_matrix: float

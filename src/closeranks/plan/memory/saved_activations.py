@@ -15,9 +15,11 @@ from typing import Literal
 from closeranks.facts.memory.activations import (
     ActivationSettings,
     Keep,
+    block_gradient_bytes,
     block_saved_bytes,
     block_working_bytes,
     embedding_saved_bytes,
+    head_gradient_bytes,
     head_saved_bytes,
     head_working_bytes,
 )
@@ -49,6 +51,10 @@ class SavedActivations:
     """What the backward of the loss needs on top."""
     hidden: float
     """One hidden state between two blocks."""
+    logits_gradient: float = 0.0
+    """What of ``logits`` the head's backward reads."""
+    block_gradients: float = 0.0
+    """Gradients of a block's activations while its backward runs."""
 
 
 def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivations:
@@ -72,6 +78,8 @@ def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivation
         head=head_saved_bytes(ends, at_end),
         logits=copies * head_working_bytes(ends, at_end),
         hidden=tokens * shape.dim * width,
+        logits_gradient=head_gradient_bytes(ends, at_end),
+        block_gradients=block_gradient_bytes(ends, settings),
     )
 
 
@@ -156,7 +164,7 @@ def _of_trace(trace: ModuleTrace, choice: PlanChoice) -> SavedActivations:
     # Backward begins with the gradient of what the loss kept (logits), and of the output that it was computed from.
     logits = max((unit.saved_activation_bytes for unit in rest), default=0.0)
     logits += max((unit.output_bytes for unit in rest or blocks), default=0.0)
-    return SavedActivations(saved, whole - saved, ends, 0.0, logits * count, output)
+    return SavedActivations(saved, whole - saved, ends, 0.0, logits * count, output, logits * count)
 
 
 def activation_key(choice: PlanChoice) -> Hashable:

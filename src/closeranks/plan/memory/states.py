@@ -1,7 +1,7 @@
 """What of the model's state does a rank hold? Weights, gradients, optimizer, and the buffers that ZeRO needs.
 
 Closed forms, for searches over many layouts. Invariant: for a run of this package they are the bytes that
-``facts.memory.memory_per_rank`` counts weight by weight, but for the padding of buckets.
+``facts.memory.memory_per_rank`` counts weight by weight, but for the padding of buckets and their exact sizes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from closeranks.facts.layout import Layout
+from closeranks.facts.memory.peak import ReducerBytes, WeightBytes
 from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.plan.memory.conventions import OWN, StateConvention
 from closeranks.plan.memory.model_sizes import RankParams
@@ -41,7 +42,6 @@ def state_bytes(
     layout: Layout,
     convention: StateConvention,
     *,
-    num_micro: int,
     optimizer: str = "adamw",
     offload: bool = False,
 ) -> StateBytes:
@@ -56,8 +56,8 @@ def state_bytes(
         return bytes_each * (params.dense / shards + params.experts / expert_shards)
 
     kept = convention.master + convention.moments * _MOMENTS.get(optimizer, 2) / 2
-    gradients_from = 3 if layout.zero == 2 and _holds_whole_step(layout) and convention is not OWN else 2
-    buffers = _own_buffers(params, layout, num_micro) if convention is OWN else _buffers(params, layout, convention)
+    gradients_from = 3 if layout.zero == 2 and holds_whole_step(layout) and convention is not OWN else 2
+    buffers = [] if convention is OWN else _buffers(params, layout, convention)
     return StateBytes(
         weights=held(convention.weight, 3),
         gradients=held(convention.gradient, gradients_from),
@@ -66,41 +66,45 @@ def state_bytes(
     )
 
 
-def _holds_whole_step(layout: Layout) -> bool:
+def holds_whole_step(layout: Layout) -> bool:
     """A pipeline runs a stage once per micro-batch: gathering and reducing every time would cost too much."""
     return layout.pipeline > 1
 
 
-def _own_buffers(params: RankParams, layout: Layout, num_micro: int) -> list[NamedBytes]:
-    whole, shards = 4 * params.total, num_shards(layout)
-    bucket = max(_BUCKET_BYTES, 4 * params.largest)
+def own_weights(params: RankParams) -> WeightBytes:
+    """A rank's whole weights, as this package trains them."""
+    return WeightBytes(
+        whole=4 * params.total,
+        head=4 * params.head,
+        embedding=4 * params.embedding,
+        is_tied=params.is_tied,
+        block=4 * params.block,
+        matrix=4 * params.largest_block_matrix,
+    )
+
+
+def own_reducer(params: RankParams, layout: Layout, *, is_half: bool) -> ReducerBytes:
+    """What the reducer of this package holds. ``is_half``: whether ZeRO-3 gathers blocks in half precision."""
+    shards, holds_step = num_shards(layout), holds_whole_step(layout)
+    whole, matrix = 4 * params.total, max(_BUCKET_BYTES, 4 * params.largest_block_matrix)
     if layout.zero == 0:
-        earlier = whole if layout.data > 1 and num_micro > 1 else 0
-        return [_named("gradients of earlier micro-batches", earlier)]
+        return ReducerBytes(0, True, whole if layout.data > 1 else 0.0)
     if layout.zero == 3:
-        return _own_gathered(params, layout)
-    if layout.zero == 1:
-        return [_named("slices of summed gradients", whole / shards), _named("bucket that is being filled", bucket)]
-    if _holds_whole_step(layout):
-        return [_named("gradients until summed", whole), _named("bucket that is being filled", bucket)]
-    small = max(_BUCKET_BYTES, 4 * params.largest_block_matrix)
-    # From one micro-batch to the next, the first bucket (embedding) follows the last (head): both can be the largest.
-    pair = bucket + (bucket if num_micro > 1 else small)
-    return [
-        _named("gradients in flight", min(whole, pair + small)),
-        _named("slices arriving", min(whole, pair) / shards),
-    ]
-
-
-def _own_gathered(params: RankParams, layout: Layout) -> list[NamedBytes]:
-    if _holds_whole_step(layout):
-        whole = 4 * params.total
-        return [_named("gathered weights of the stage", whole), _named("whole gradients until reduced", whole)]
-    kept, largest = params.ends + params.block, max(params.ends, params.block)
-    return [
-        _named("gathered weights", 4 * min(params.total, kept + 2 * params.block)),
-        _named("gradients of a unit, and of one in flight", 8 * largest),
-    ]
+        rest, block = 4 * params.ends, 4 * params.block
+        return ReducerBytes(
+            3, holds_step, 0.0, shards, rest=rest, last_unit=block, ahead=block * (1.5 if is_half else 1.0)
+        )
+    first = max(matrix, 0.0 if params.is_tied else 4 * params.head)
+    last = max(matrix, 4 * params.embedding)
+    return ReducerBytes(
+        layout.zero,
+        holds_step or layout.zero == 1,
+        whole / shards,
+        shards,
+        first_bucket=min(whole, first),
+        last_buckets=(min(whole, last), min(max(whole - last, 0.0), matrix)),
+        block_bucket=min(whole, matrix),
+    )
 
 
 def _buffers(params: RankParams, layout: Layout, convention: StateConvention) -> list[NamedBytes]:

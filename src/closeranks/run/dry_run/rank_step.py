@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from closeranks.core.protocols import Batch, ModelSpec, PipelineSpec, Reducer
 from closeranks.facts.layout import Layout
+from closeranks.models.llama.linear import Linear
 from closeranks.optim.optimizer import Optimizer
 from closeranks.parallel.apply import DistributedModel, parallelize
 from closeranks.parallel.initialization.materialize import cast_floating, to_empty
@@ -81,6 +82,7 @@ def run_rank_step(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(_cuda_products())
         report(f"forming the groups of {layout.num_ranks:,} ranks")
         groups = open_mesh_groups(stack.enter_context(fake_world(rank, layout.num_ranks)), layout, _CPU, _TIMEOUT_S)
         mode, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(FAKE)
@@ -106,6 +108,16 @@ def run_rank_step(
         parameters = sum(local_of(held.parameter).nbytes for held in applied.held)
         state = sum(tensor.nbytes for _, _, tensor in optimizer.state_tensors() if tensor.ndim)
         return RankStep(parameters, state, live.peak, sent)
+
+
+@contextmanager
+def _cuda_products() -> Iterator[None]:
+    """Under autocast the CPU keeps a half-precision copy of every weight, and a GPU does not always."""
+    Linear.runs_as_on_cuda = True
+    try:
+        yield
+    finally:
+        Linear.runs_as_on_cuda = False
 
 
 def _fake(batch: Batch, mode: FakeTensorMode) -> Batch:
