@@ -77,6 +77,8 @@ class FabricLink:
     efficiency: float = 1.0
     """Share of it that collectives of large messages reach."""
     source: str = ""
+    start_s: float = 0.0
+    """What a collective takes before its first hop: its launch, and until all ranks are there."""
 
     @property
     def effective_bytes_per_s(self) -> float:
@@ -176,7 +178,7 @@ _DEVICE_KEYS = {
     "inter_host",
     "source",
 }
-_LINK_KEYS = {"name", "latency_us", "gb_per_s", "efficiency", "source"}
+_LINK_KEYS = {"name", "latency_us", "start_us", "gb_per_s", "efficiency", "source"}
 
 
 def parse_device(entry: Mapping[str, Any]) -> Device:
@@ -214,10 +216,18 @@ def parse_link(entry: Mapping[str, Any]) -> FabricLink:
     number = _numbers(entry, f"the link {name}")
     if (efficiency := number("efficiency", 0.8)) > 1:
         raise ValueError(f"efficiency of the link {name} must be at most 1")
-    latency = entry.get("latency_us", 10.0)
-    if not _is_number(latency) or latency < 0:
-        raise ValueError(f"latency_us of the link {name} must be a number that is not negative")
-    return FabricLink(name, latency * 1e-6, number("gb_per_s") * 1e9, efficiency, str(entry.get("source", "")))
+    waits = {"latency_us": entry.get("latency_us", 10.0), "start_us": entry.get("start_us", 0.0)}
+    for key, value in waits.items():
+        if not _is_number(value) or value < 0:
+            raise ValueError(f"{key} of the link {name} must be a number that is not negative")
+    return FabricLink(
+        name,
+        waits["latency_us"] * 1e-6,
+        number("gb_per_s") * 1e9,
+        efficiency,
+        str(entry.get("source", "")),
+        waits["start_us"] * 1e-6,
+    )
 
 
 def _name(entry: Mapping[str, Any], kind: str, keys: set[str]) -> str:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 
@@ -37,6 +39,12 @@ def test_our_table_is_predicted_source_by_source() -> None:
     unseen = figures["dense 16-bit, unseen"]
     assert unseen["rows"] > 200
     assert unseen["mean"] < 0.6 * unseen["constant_mean"]
+    without = figures["dense 16-bit, unseen, without constants set after a look"]
+    assert without["rows"] == unseen["rows"]
+    assert without["mean"] > unseen["mean"]
+    sweeps = figures["sweeps"]
+    assert sum(one["choices"] for one in sweeps) == 56
+    assert figures["rank_correlation"] == pytest.approx(sum(one["spearman"] for one in sweeps) / 4, abs=1e-3)
 
 
 def test_rows_that_nobody_can_use_are_counted(tmp_path: Path) -> None:

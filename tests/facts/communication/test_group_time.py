@@ -63,3 +63,30 @@ def test_nothing_to_do_takes_no_time() -> None:
 
 def test_a_message_to_another_host_is_slower() -> None:
     assert send_seconds(1e8, 8, CLUSTER) > 5 * send_seconds(1e8, 1, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_bytes", "microseconds"),
+    # NCCL on A100 (VIA-Research/vTrain, trace/a100): 48 and 256 MiB.
+    [
+        (2, 50331648, 313),
+        (4, 50331648, 396),
+        (8, 50331648, 439),
+        (2, 268435456, 1456),
+        (4, 268435456, 1929),
+        (8, 268435456, 2162),
+    ],
+)
+def test_all_reduces_of_a_host_take_what_was_measured(num_ranks: int, num_bytes: int, microseconds: float) -> None:
+    host = parse_cluster("8xa100")
+    found = all_reduce_seconds(num_bytes, group_links(axis_group(num_ranks, 1, host), host))
+    assert found * 1e6 == pytest.approx(microseconds, rel=0.16 if num_ranks == 2 else 0.07)
+
+
+def test_a_collective_starts_once() -> None:
+    host = parse_cluster("8xa100")
+    links = group_links(axis_group(8, 1, host), host)
+    inside = host.intra_host
+    moved = 2 * 7 / 8 * 1e9 / inside.effective_bytes_per_s
+    assert inside.start_s > inside.latency_s > 0
+    assert all_reduce_seconds(1e9, links) == pytest.approx(inside.start_s + 14 * inside.latency_s + moved)

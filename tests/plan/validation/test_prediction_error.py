@@ -18,7 +18,7 @@ from closeranks.plan.validation.rank_order import spearman, sweep_ranks
 from tests.plan.validation.test_run_plan import plan
 
 
-def row(source: str, ratio: float, measured_s: float = 10.0, **values: object) -> RowError:
+def row(source: str, ratio: float, measured_s: float = 40.0, **values: object) -> RowError:
     one = plan(source=source, step_time_s=measured_s, **values)
     return RowError(one, measured_s * ratio)
 
@@ -40,7 +40,7 @@ def test_quantiles_follow_the_weights() -> None:
 
 
 def test_one_constant_explains_rows_of_one_efficiency_and_no_others() -> None:
-    same = [row("a/b", 1.0, global_batch=size, measured_s=size / 10) for size in (64, 128, 256)]
+    same = [row("a/b", 1.0, global_batch=size, measured_s=size / 3) for size in (64, 128, 256)]
     assert summarize(constant_efficiency(same)).mean == pytest.approx(0)
     slow = replace(same[0], plan=replace(same[0].plan, measured_s=same[0].plan.measured_s * 2))
     assert summarize(constant_efficiency([slow, *same[1:]])).mean == pytest.approx(0.5 / 3)
@@ -58,9 +58,33 @@ def test_rank_order_inside_a_sweep() -> None:
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 2, 3, 4], [5, 5, 5, 5]) == 0
     assert spearman([1, 2, 3, 4], [1, 1, 2, 2]) == pytest.approx(0.894, abs=1e-3)
-    rows = [row("a/b", 1 + size / 100, measured_s=float(size)) for size in (1, 2, 3, 4)]
-    (found,) = sweep_ranks([*rows, row("c/d", 1.0)])
-    assert (found.source, found.num_rows, found.correlation) == ("a/b", 4, pytest.approx(1))
+
+
+def sweep(*measured_and_ratios: tuple[float, float]) -> list[RowError]:
+    """One choice after the other: data and pipeline ranks, and the micro-batch, differ."""
+    places = [(2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 4, 2), (4, 2, 2)]
+    return [
+        row("a/b", ratio, 20 * measured_s, dp=data, pp=pipeline, micro_batch=micro)
+        for (measured_s, ratio), (data, pipeline, micro) in zip(measured_and_ratios, places, strict=False)
+    ]
+
+
+def test_choices_are_ranked_inside_their_sweep() -> None:
+    (found,) = sweep_ranks([*sweep((1.0, 1.0), (2.0, 1.1), (3.0, 0.9), (4.0, 1.0)), row("c/d", 1.0)])
+    assert (found.source, found.num_choices, found.correlation) == ("a/b", 4, pytest.approx(1))
+    assert (found.spread, found.pick) == (pytest.approx(4), 0)
+    (found,) = sweep_ranks(sweep((1.0, 5.0), (2.0, 1.0), (3.0, 1.0), (4.0, 1.0)))
+    assert found.pick == pytest.approx(1)
+    assert found.correlation == pytest.approx(-0.2)
+    assert not sweep_ranks(sweep((1.0, 1.0), (2.0, 1.0), (3.0, 1.0)))
+
+
+def test_a_choice_that_was_measured_twice_is_one_of_its_sweep() -> None:
+    rows = sweep((1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (4.0, 1.0))
+    again = replace(rows[0], plan=replace(rows[0].plan, measured_s=24.0))
+    (found,) = sweep_ranks([*rows, again])
+    assert (found.num_choices, found.correlation) == (4, pytest.approx(1))
+    assert found.spread == pytest.approx(4 / 1.1)
 
 
 def test_plans_are_predicted_with_the_frozen_constants() -> None:

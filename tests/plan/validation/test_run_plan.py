@@ -15,7 +15,7 @@ TABLE = Path(__file__).parents[3] / "benchmarks" / "plan_runs.csv"
 LLAMA = PublishedRun(
     "some/where:table", "H100-80GB-SXM", 64, 2, model="Llama-2-70B", precision="bf16", recompute="full",
     params_b=68.98, layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, vocab=32000, seq_len=4096,
-    gpus_per_node=8, tp=8, pp=4, dp=2, micro_batch=1, global_batch=128, step_time_s=10.0,
+    gpus_per_node=8, tp=8, pp=4, dp=2, micro_batch=1, global_batch=128, step_time_s=40.0,
 )  # fmt: skip
 
 

@@ -46,14 +46,17 @@ def validate_runs(
         table = RunTable(
             tuple(run for run in table.runs if source in run.source),
             tuple(run for run in table.unusable if source in run.source),
+            table.unread,
         )
     report = validate(table)
     if not as_json:
         console = stdout()
-        tables = [text.source_rows(report), text.kind_rows(report), text.unusable_rows(report)]
+        tables = [text.source_rows(report), text.kind_rows(report), text.sweep_rows(report), text.unusable_rows(report)]
         for found in [*([text.every_row(report)] if rows else []), *tables]:
             if len(found) > 1:
                 print_table(found[0], found[1:], right=[name for name in found[0] if name in text.NUMBERS])
                 console.print()
-        console.print(*text.sentences(report), text.LEGEND, sep="\n", soft_wrap=True)
+        if table.unread:
+            console.print(f"Columns that are not read: {', '.join(table.unread)}.", soft_wrap=True)
+        console.print(*text.sentences(report), text.LEGEND, text.SWEEP_LEGEND, sep="\n", soft_wrap=True)
     print(json.dumps(text.validation_json(report)))

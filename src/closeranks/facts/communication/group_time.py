@@ -63,7 +63,7 @@ class GroupLinks:
 
     @property
     def ring_latency_s(self) -> float:
-        """Of one pass around the ring."""
+        """Of one pass around the ring, without the start."""
         hosts, ranks = self.group.num_hosts, self.group.num_ranks
         if hosts == 1:
             return (ranks - 1) * self.inside.latency_s
@@ -88,13 +88,14 @@ def gather_seconds(num_bytes: float, links: GroupLinks) -> float:
         return 0.0
     if (measured := links.measured_s("all-gather", num_bytes)) is not None:
         return measured
+    start_s = links.inside.start_s
     ring = links.ring_latency_s + (ranks - 1) / ranks * num_bytes / links.bus_bytes_per_s
     if hosts == 1 or per_host == 1:
-        return ring
+        return start_s + ring
     between = (hosts - 1) / hosts * num_bytes / per_host / links.between_bytes_per_s
     inside = (per_host - 1) / per_host * num_bytes / links.inside.effective_bytes_per_s
     latency = (hosts - 1) * links.between_latency_s + (per_host - 1) * links.inside.latency_s
-    return min(ring, latency + between + inside)
+    return start_s + min(ring, latency + between + inside)
 
 
 def all_reduce_seconds(num_bytes: float, links: GroupLinks) -> float:
@@ -104,8 +105,9 @@ def all_reduce_seconds(num_bytes: float, links: GroupLinks) -> float:
     if (measured := links.measured_s("all-reduce", num_bytes)) is not None:
         return measured
     hop = links.between_latency_s if links.group.num_hosts > 1 else links.inside.latency_s
-    tree = 2 * math.log2(ranks) * hop + 2 * num_bytes / links.bus_bytes_per_s
-    return min(2 * gather_seconds(num_bytes, links), tree)
+    start_s = links.inside.start_s
+    tree = start_s + 2 * math.log2(ranks) * hop + 2 * num_bytes / links.bus_bytes_per_s
+    return min(2 * gather_seconds(num_bytes, links) - start_s, tree)
 
 
 def all_to_all_seconds(num_bytes: float, links: GroupLinks, copies: int = 1) -> float:
@@ -120,7 +122,7 @@ def all_to_all_seconds(num_bytes: float, links: GroupLinks, copies: int = 1) -> 
     distinct = hosts * (1 - (1 - 1 / hosts) ** copies) / copies if hosts > 1 else 1.0
     away = (ranks - per_host) / ranks * distinct * num_bytes / links.between_bytes_per_s
     near = (ranks - 1) / ranks * num_bytes / links.inside.effective_bytes_per_s if per_host > 1 else 0.0
-    return links.ring_latency_s / max(1, math.log2(ranks)) + max(away, near)
+    return links.inside.start_s + links.ring_latency_s / max(1, math.log2(ranks)) + max(away, near)
 
 
 def send_seconds(num_bytes: float, stride: int, cluster: Cluster) -> float:

@@ -87,7 +87,19 @@ class Constants:
 
 @cache
 def frozen_constants() -> Constants:
-    return parse_constants(tomllib.loads(Path(__file__).with_name("constants.toml").read_text("utf-8")))
+    return parse_constants(_values())
+
+
+@cache
+def constants_before_look() -> Constants:
+    """The frozen constants without those that were set after errors of held-out rows had been seen."""
+    values = _values()
+    software = {name: {**entry, **values["before_look"].get(name, {})} for name, entry in values["software"].items()}
+    return parse_constants({**values, "software": software})
+
+
+def _values() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("constants.toml").read_text("utf-8"))
 
 
 def parse_constants(values: Mapping[str, Any]) -> Constants:

@@ -14,7 +14,6 @@ from statistics import mean
 from closeranks.plan.memory.estimate import memory_estimate
 from closeranks.plan.validation.run_plan import RunPlan, plan_of
 from closeranks.plan.validation.run_table import PublishedRun
-from closeranks.plan.validation.source_split import source_name
 
 _GIB = 1 << 30
 
@@ -29,7 +28,7 @@ class PeakError:
 
     @property
     def source(self) -> str:
-        return source_name(self.plan.run.source)
+        return self.plan.source
 
     @property
     def signed(self) -> float:
@@ -54,7 +53,7 @@ def peak_errors(runs: Iterable[PublishedRun]) -> tuple[list[PeakError], int]:
     found = []
     for run in published:
         samples = run.global_batch or (run.micro_batch or 0) * (run.dp or 1)
-        plan = plan_of(replace(run, global_batch=samples or None, step_time_s=run.step_time_s or 1.0))
+        plan = plan_of(replace(run, global_batch=samples or None), is_timed=False)
         if isinstance(plan, str):
             continue
         estimate = memory_estimate(plan.workload, plan.choice, plan.cluster)

@@ -17,7 +17,6 @@ from closeranks.plan.step_time.constants import Constants
 from closeranks.plan.step_time.estimate import StepEstimator
 from closeranks.plan.validation.run_plan import RunPlan
 from closeranks.plan.validation.run_table import UnusableRun
-from closeranks.plan.validation.source_split import source_name
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -29,7 +28,7 @@ class RowError:
 
     @property
     def source(self) -> str:
-        return source_name(self.plan.run.source)
+        return self.plan.source
 
     @property
     def signed(self) -> float:

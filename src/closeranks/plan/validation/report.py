@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from closeranks.plan.step_time.constants import Constants
+from closeranks.plan.step_time.constants import Constants, constants_before_look
 from closeranks.plan.validation.peak_error import PeakError, PeakSummary, peak_errors, summarize_peaks
 from closeranks.plan.validation.prediction_error import (
     ErrorSummary,
@@ -49,6 +49,8 @@ class SourceReport:
 class ValidationReport:
     num_rows: int
     rows: tuple[RowError, ...]
+    before_look: tuple[RowError, ...]
+    """Unseen rows, without the constants that were set after errors of held-out rows had been seen."""
     sources: tuple[SourceReport, ...]
     unusable: tuple[UnusableRun, ...]
     sweeps: tuple[SweepRank, ...]
@@ -58,6 +60,9 @@ class ValidationReport:
 
     def judged(self, kind: Kind = JUDGED, *, unseen: bool = True) -> list[RowError]:
         return [row for row in self.rows if row.plan.kind == kind and is_unseen(row.source) == unseen]
+
+    def judged_before_look(self, kind: Kind = JUDGED) -> list[RowError]:
+        return [row for row in self.before_look if row.plan.kind == kind]
 
     @property
     def rank_correlation(self) -> float | None:
@@ -87,6 +92,7 @@ def validate(table: RunTable, constants: Constants | None = None) -> ValidationR
     return ValidationReport(
         len(table.runs) + len(table.unusable),
         tuple(rows),
+        tuple(row_errors([plan for plan in plans if is_unseen(plan.source)], constants_before_look())[0]),
         tuple(_source_reports(rows)),
         tuple(unusable),
         tuple(sweep_ranks(dense)),

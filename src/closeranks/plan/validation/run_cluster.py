@@ -12,12 +12,14 @@ from math import gcd
 
 from closeranks.core.errors import ConfigError
 from closeranks.facts.cluster import Cluster, FabricLink, cluster_of
-from closeranks.facts.device_table import Device, built_in_devices
+from closeranks.facts.device_table import Device, DeviceTable, built_in_devices
 from closeranks.plan.validation.run_table import PublishedRun
 
 _GIGABITS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800, "OPA": 100, "OMNI": 100}
 _KNOWN = {"jean-zay": 400, "jean zay": 400, "bigscience": 400, "selene": 1600}
 """Gb/s of one host of clusters that sources name: 4 x Omni-Path 100, 8 x HDR."""
+_SAME_MEMORY = 0.1
+"""Vendors count GB, drivers GiB without what is reserved."""
 
 
 def cluster_of_run(run: PublishedRun) -> Cluster | str:
@@ -36,16 +38,45 @@ def cluster_of_run(run: PublishedRun) -> Cluster | str:
         return error.problems[0].what
 
 
+_PLAIN = re.compile(r"sxm\d?|oam|hbm\w+|gpus?|tensor|core|nvl72", re.IGNORECASE)
+"""Words of a GPU's name that do not change which device of the table it is."""
+
+
 @cache
 def _device(name: str) -> Device | None:
-    """The longest beginning of the name that the table knows: H100-80GB-SXM5 is an H100-80GB."""
-    parts = re.split(r"[-_ ]", re.sub(r"\(.*?\)|NVIDIA|AMD", "", name).strip())
-    for length in range(len(parts), 0, -1):
-        try:
-            return built_in_devices().device("-".join(parts[:length]))
-        except ConfigError:
-            continue
-    return None
+    """The device that the words of the name describe: H100-SXM5-80GB is an H100. None if a word says that it is
+    another: PCIe, NVL, or a memory that the device does not have."""
+    plain = re.sub(r"^\s*\d+\s*[x×]\s*|\b(NVIDIA|AMD|Tesla|Instinct|[DH]GX(-\d)?)\b", " ", name, flags=re.IGNORECASE)
+    spaced = " ".join(re.split(r"[-_ /,()]+", plain))
+    words = re.sub(r"(\d) GB", r"\1GB", spaced, flags=re.IGNORECASE).split()
+    if not words:
+        return None
+    table = built_in_devices()
+    for length in range(len(words), 0, -1):
+        found = _known("-".join(words[:length]), table)
+        if found is not None:
+            break
+    else:
+        return None
+    # A memory or a form factor that comes later, as in A100-SXM4-40GB, may name another device.
+    marks = [word for word in words[1:] if not _PLAIN.fullmatch(word)]
+    whole = _known("-".join([words[0], *sorted(marks, key=lambda word: not word[0].isdigit())]), table)
+    fits = all(_describes(found, word) for word in words[length:])
+    return whole or (found if fits else None)
+
+
+def _known(name: str, table: DeviceTable) -> Device | None:
+    try:
+        return table.device(name)
+    except ConfigError:
+        return None
+
+
+def _describes(device: Device, word: str) -> bool:
+    """Whether the device is still this one with a further word of its name."""
+    if found := re.fullmatch(r"(\d+)GI?B?", word, re.IGNORECASE):
+        return abs(int(found.group(1)) * 2**30 / device.memory_bytes - 1) < _SAME_MEMORY
+    return bool(_PLAIN.fullmatch(word)) or (word.lower() == "pcie" and device.intra_host.startswith("pcie"))
 
 
 def _with_network(cluster: Cluster, run: PublishedRun) -> Cluster:

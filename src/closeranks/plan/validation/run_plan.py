@@ -18,8 +18,10 @@ from closeranks.plan.memory.estimate import memory_estimate
 from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute, Workload, choice_problems
 from closeranks.plan.validation.run_cluster import cluster_of_run
 from closeranks.plan.validation.run_model import shape_of
+from closeranks.plan.validation.run_rate import implausible, seconds_of_rate
 from closeranks.plan.validation.run_software import SHARDED, software_of
 from closeranks.plan.validation.run_table import PublishedRun, UnusableRun
+from closeranks.plan.validation.source_split import source_name
 
 Kind = Literal["dense 16-bit", "dense fp8", "experts", "other"]
 
@@ -35,6 +37,10 @@ class RunPlan:
     choice: PlanChoice
     cluster: Cluster
     measured_s: float
+
+    @property
+    def source(self) -> str:
+        return source_name(self.run.source)
 
     @property
     def kind(self) -> Kind:
@@ -57,10 +63,11 @@ def plan_runs(runs: Iterable[PublishedRun]) -> tuple[list[RunPlan], list[Unusabl
     return plans, unusable
 
 
-def plan_of(run: PublishedRun) -> RunPlan | str:
-    if reason := next(_missing(run), None):
+def plan_of(run: PublishedRun, *, is_timed: bool = True) -> RunPlan | str:
+    """Without its time, ``measured_s`` is 0."""
+    if reason := next(_missing(run, is_timed=is_timed), None):
         return reason
-    if "fp4" in run.precision.lower():
+    if run.precision == "not modelled":
         return "its precision is not modelled"
     shape, cluster = shape_of(run), cluster_of_run(run)
     if isinstance(shape, str) or isinstance(cluster, str):
@@ -75,14 +82,21 @@ def plan_of(run: PublishedRun) -> RunPlan | str:
         return error.what
     if problems := choice_problems(workload, choice, cluster.num_devices):
         return problems[0].what
-    return RunPlan(run, workload, choice, cluster, run.measured_s or 0.0)
+    if choice.precision not in cluster.device.peak_flops:
+        return f"the {cluster.device.name} has no {choice.precision}"
+    if not is_timed:
+        return RunPlan(run, workload, choice, cluster, 0.0)
+    measured_s = run.measured_s or seconds_of_rate(run, workload, choice, cluster)
+    if isinstance(measured_s, str):
+        return measured_s
+    return implausible(measured_s, workload, choice, cluster) or RunPlan(run, workload, choice, cluster, measured_s)
 
 
-def _missing(run: PublishedRun) -> Iterator[str]:
+def _missing(run: PublishedRun, *, is_timed: bool) -> Iterator[str]:
     for name in ("seq_len", "global_batch", "micro_batch"):
         if getattr(run, name) is None:
             yield f"{name} is not published"
-    if not run.measured_s:
+    if is_timed and not (run.measured_s or run.tflops_per_gpu or run.mfu_pct):
         yield "neither a step time nor a throughput is published"
     if max(run.micro_batch or 0, run.gpu_count // 100, run.interleave_v or 0) > _LARGEST:
         yield "its numbers are too large"
@@ -135,22 +149,16 @@ def _choice(run: PublishedRun, layout: Layout, workload: Workload, cluster: Clus
 
 
 def _precision(run: PublishedRun, cluster: Cluster) -> Precision:
-    text = run.precision.lower()
-    if not text and re.search(r"\bfp8\b|float8", run.note, re.IGNORECASE):
+    if run.precision:
+        return cast("Precision", run.precision)
+    if re.search(r"\bfp8\b|float8", run.note, re.IGNORECASE):
         return "fp8"
-    if "8" in text:
-        return "fp8"
-    if text.startswith(("fp32", "float32", "tf32")):
-        return "fp32"
-    if text.startswith(("fp16", "float16")) or (not text and cluster.device.name.startswith("V100")):
-        return "fp16"
-    return "bf16"
+    return "fp16" if cluster.device.name.startswith("V100") else "bf16"
 
 
 def _recompute(run: PublishedRun, choice: PlanChoice, workload: Workload, cluster: Cluster) -> Recompute:
     """As published; else none, unless that would clearly not fit the device's memory."""
-    text = run.recompute.lower()
-    if text:
-        return "full" if text.startswith("full") else "selective" if text.startswith("sel") else "none"
+    if run.recompute:
+        return cast("Recompute", run.recompute)
     estimate = memory_estimate(workload, choice, cluster)
     return "full" if estimate.total_bytes > _CLEARLY_TOO_LARGE * estimate.capacity_bytes else "none"

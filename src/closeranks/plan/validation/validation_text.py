@@ -31,12 +31,18 @@ GOAL = (
 )
 NUMBERS = frozenset(
     {"rows", "sources", "mean", "p90", "bias", "one constant", "left out", "measured s", "predicted s", "error", "GPUs"}
+    | {"choices", "slowest", "Spearman", "pick"}
 )
 _HEAD = ("source", "kind", "side", "rows", "mean", "p90", "bias", "one constant", "left out")
 LEGEND = (
     "mean, p90: absolute error of step time; bias: its mean with sign, below zero where predictions are too fast; one "
     "constant: the mean error if every GPU kind had one efficiency, the best one for these very rows; left out: the "
-    "mean error after scaling all predictions by what the other sources say."
+    "mean error after dividing a source's predictions by the median ratio of predicted to measured time of the other "
+    "sources of its kind (constants are not fitted again)."
+)
+SWEEP_LEGEND = (
+    "A sweep: choices for one model on the same GPUs, from one source, ranked by time per token. slowest, pick: by how "
+    "much the slowest choice, and the one that was predicted to be fastest, took longer than the fastest."
 )
 
 
@@ -59,6 +65,25 @@ def kind_rows(report: ValidationReport) -> Rows:
                 side = "unseen" if unseen else "fit"
                 rows.append((kind, side, str(found.num_sources), *_figures(found), _percent(constant)))
     return rows
+
+
+def sweep_rows(report: ValidationReport) -> Rows:
+    """Of unseen sources."""
+    return [
+        ("sweep", "model", "GPUs", "choices", "slowest", "Spearman", "pick"),
+        *(
+            (
+                one.source,
+                one.model,
+                str(one.num_devices),
+                str(one.num_choices),
+                f"{one.spread - 1:+.0%}",
+                f"{one.correlation:.2f}",
+                f"{one.pick:+.0%}",
+            )
+            for one in report.sweeps
+        ),
+    ]
 
 
 def _figures(found: ErrorSummary) -> tuple[str, str, str, str]:
@@ -93,9 +118,13 @@ def sentences(report: ValidationReport) -> Iterator[str]:
     if rank is None:
         yield "No sweep of unseen sources is long enough to compare rank order."
     else:
-        num_rows = sum(sweep.num_rows for sweep in report.sweeps)
-        sweeps = f"{len(report.sweeps)} sweeps of unseen sources ({num_rows} rows)"
-        yield f"Rank order inside {sweeps}: {rank:.2f} (Spearman)."
+        num_choices = sum(sweep.num_choices for sweep in report.sweeps)
+        sweeps = f"{len(report.sweeps)} sweeps of unseen sources ({num_choices} choices)"
+        yield f"Rank order inside {sweeps}: {rank:.2f} (Spearman, mean over the sweeps)."
+    if before := report.judged_before_look():
+        found = summarize(before)
+        told = f"mean {found.mean:.1%}, 90th percentile {found.p90:.1%}, bias {found.bias:+.1%}"
+        yield f"Unseen {JUDGED}, without the constants that were set after unseen errors had been seen: {told}."
     yield from _memory_sentences(report.peak_summary)
 
 
@@ -117,7 +146,21 @@ def validation_json(report: ValidationReport) -> dict[str, Any]:
                 found, constant = summarize(own), summarize(constant_efficiency(own))
                 key = f"{kind}, {'unseen' if unseen else 'fit'}"
                 figures[key] = {**_json(found), "constant_mean": round(constant.mean, 4)}
+        if before := report.judged_before_look(kind):
+            figures[f"{kind}, unseen, without constants set after a look"] = _json(summarize(before))
     figures["rank_correlation"] = None if report.rank_correlation is None else round(report.rank_correlation, 3)
+    figures["sweeps"] = [
+        {
+            "source": one.source,
+            "model": one.model,
+            "devices": one.num_devices,
+            "choices": one.num_choices,
+            "spearman": round(one.correlation, 3),
+            "slowest_over_fastest": round(one.spread, 3),
+            "pick_over_fastest": round(1 + one.pick, 3),
+        }
+        for one in report.sweeps
+    ]
     peaks = report.peak_summary
     figures["memory"] = {
         "published": peaks.num_published,
