@@ -47,6 +47,7 @@ def test_a_row_becomes_workload_choice_and_cluster() -> None:
         ({"gpu": "TPUv5"}, "the table of devices has no 'TPUv5'"),
         ({"model": "Mixtral-8x7B"}, "its experts are not described"),
         ({"ep": 8}, "its experts are not described"),
+        ({"ep": 3, "note": "MoE E=8 top2", "params_b": None}, "its expert ranks do not divide"),
         ({"params_b": 7.0}, "do not add up to the published number of parameters"),
         ({"tp": 5}, "its axes do not divide its GPUs"),
         ({"dp": 3}, "its axes do not multiply to its GPUs"),

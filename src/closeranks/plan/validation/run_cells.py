@@ -5,7 +5,6 @@ Invariant: a unit or a word that is not known makes the cell unreadable, with th
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -28,10 +27,11 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     "params_b": {"b": 1.0, "m": 1e-3, "t": 1e3},
 }
 _AMOUNT = re.compile(r"([+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([a-zA-Z/%]*)")
+_LEAST, _MOST = 1e-9, 1e12
 _THOUSANDS = frozenset({"step_time_s", "step_time_derived_s", "params_b", "mfu_pct"})
 """Where 3,567 could as well be 3.567."""
 
-PRECISIONS = (
+_PRECISIONS = (
     ("not modelled", r"fp4|int4|int8|tf32|fp6|float4"),
     ("fp8", r"fp8|float8|e4m3|e5m2"),
     ("bf16", r"bf16|bfloat16"),
@@ -39,10 +39,11 @@ PRECISIONS = (
     ("fp32", r"fp32|float32|single|\b32\b"),
 )
 _RECOMPUTE = {
-    "none": {"none", "no", "false", "off", "0", "disabled", "no recompute"},
-    "full": {"full", "true", "yes", "on", "1", "all", "full recompute", "full activation checkpointing"},
-    "selective": {"selective", "sel", "selective recompute", "attention", "core_attn", "core attention"},
+    "none": {"none", "no", "not", "without", "false", "off", "0", "disabled"},
+    "full": {"full", "true", "yes", "on", "1", "all", "every"},
+    "selective": {"selective", "sel", "attention", "core_attn", "core"},
 }
+"""By the first word."""
 
 
 def read_number(key: str, text: str) -> float | str:
@@ -57,15 +58,15 @@ def read_number(key: str, text: str) -> float | str:
     if factor is None:
         return f"{key} is in a unit that is not known" if key in _UNITS else f"{key} is not a number"
     value = float(amount.replace(",", "")) * factor
-    return value if math.isfinite(value) else f"{key} is not a number"
+    return value if value == 0 or _LEAST < abs(value) < _MOST else f"{key} is too large or too small"
 
 
 def read_word(key: str, text: str) -> str | None:
     """Precision and recompute in the words of a plan, other cells as they are; None for a word that is not known."""
-    word = text.lower().replace("-", " ").strip()
     if key == "precision":
-        joined = text.lower().replace("-", " ").replace("_", " ")
-        return next((name for name, pattern in PRECISIONS if re.search(pattern, joined)), None)
+        joined = re.sub(r"[-_]", " ", text.lower())
+        return next((name for name, pattern in _PRECISIONS if re.search(pattern, joined)), None)
     if key == "recompute":
+        word = re.split(r"[^\w]+", text.lower())[0]
         return next((name for name, words in _RECOMPUTE.items() if word in words), None)
     return text

@@ -40,12 +40,15 @@ def cluster_of_run(run: PublishedRun) -> Cluster | str:
 
 _PLAIN = re.compile(r"sxm\d?|oam|hbm\w+|gpus?|tensor|core|nvl72", re.IGNORECASE)
 """Words of a GPU's name that do not change which device of the table it is."""
+_MARKS = re.compile(r"\d+ ?GB|PCIe|\bNVL\b", re.IGNORECASE)
 
 
 @cache
 def _device(name: str) -> Device | None:
     """The device that the words of the name describe: H100-SXM5-80GB is an H100. None if a word says that it is
     another: PCIe, NVL, or a memory that the device does not have."""
+    # Of remarks in parentheses only those count that can name another device.
+    name = re.sub(r"\(.*?\)", lambda found: " ".join(_MARKS.findall(found.group())), name)
     plain = re.sub(r"^\s*\d+\s*[x×]\s*|\b(NVIDIA|AMD|Tesla|Instinct|[DH]GX(-\d)?)\b", " ", name, flags=re.IGNORECASE)
     spaced = " ".join(re.split(r"[-_ /,()]+", plain))
     words = re.sub(r"(\d) GB", r"\1GB", spaced, flags=re.IGNORECASE).split()

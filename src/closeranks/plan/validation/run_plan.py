@@ -75,6 +75,8 @@ def plan_of(run: PublishedRun, *, is_timed: bool = True) -> RunPlan | str:
     layout = _layout(run, cluster)
     if isinstance(layout, str):
         return layout
+    if shape.num_experts % layout.expert or layout.expert * layout.pipeline > run.gpu_count:
+        return "its expert ranks do not divide its experts or its GPUs"
     try:
         workload = Workload(shape, run.seq_len or 0, run.global_batch or 0)
         choice = _choice(run, layout, workload, cluster)
