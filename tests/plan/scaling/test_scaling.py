@@ -113,7 +113,7 @@ def compressed(layout: Layout, precision: Precision = "bf16") -> float:
     """What compression gains relative to hiding the whole data axis; 0 where it is no lever."""
     asked = question("64xh100")
     plan = PlanEstimator(asked).plan(PlanChoice(layout, recompute="full", precision=precision))
-    result = replace(search_plans(asked, limit=1), plans=(plan,))
+    result = replace(search_plans(asked, limit=1), plans=(plan,), winner=plan)
     found = {one.name: one.gain for one in levers(ScalePoint(64, 256, asked, result))}
     return found.get("compression", 0.0) / found["overlap"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,13 @@ from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
 from closeranks.facts.shapes.transformer import from_llama
-from closeranks.plan.search import changes, search
+from closeranks.plan.search import changes
 from closeranks.plan.search.changes import PlanChange, single_changes, smallest_fitting_change
 from closeranks.plan.search.cost_curve import fewest_devices
 from closeranks.plan.search.plan_text import nothing_fits_text, tensor_host_warning
 from closeranks.plan.search.reasons import runner_up_needs, why_winner
 from closeranks.plan.search.search import Plan, PlanEstimator, PlanQuestion, layout_key, search_plans, simplest_within
-from closeranks.plan.search.space import SearchSpace
+from closeranks.plan.search.space import SearchSpace, candidate_choices
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
 
@@ -50,12 +51,55 @@ def test_nothing_faster_that_fits_is_left_out() -> None:
     assert len(everything.plans) > len(result.plans)
 
 
-def test_a_plan_that_fits_is_found_however_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fits_is_found_however_slow() -> None:
     """Of 2,238 choices for 70B on 16 H100, the 1,592 fastest do not fit."""
-    monkeypatch.setattr(search, "_MOST_TRIED", 100)
     winner = search_plans(question("70b", "16xh100"), limit=1).winner
     assert winner is not None
     assert winner.fits
+
+
+@pytest.mark.parametrize(("preset", "cluster"), [("8b", "16xa100"), ("70b", "64xh100"), ("1b", "4xh100")])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_same_plan_wins_if_every_choice_is_estimated(preset: str, cluster: str, limit: int) -> None:
+    """However few layouts are listed."""
+    asked = question(preset, cluster)
+    estimator, devices = PlanEstimator(asked), asked.cluster
+    tried = candidate_choices(asked.space, asked.constraints, asked.template, devices.num_devices, devices.domain_size)
+    every = [estimator.plan(choice) for choice in tried]
+    fitting = [plan for plan in every if plan.fits]
+    fastest = min(fitting, key=lambda plan: plan.step.seconds)
+    best = simplest_within(fitting, fastest.step.seconds * (1 + asked.margin))
+    result = search_plans(asked, limit)
+    assert result.num_choices == len(every)
+    assert result.winner == best
+    assert result.fastest == fastest
+    assert result.winner in result.plans
+    assert len(result.plans) == limit
+    least: dict[tuple[int, ...], float] = {}
+    for plan in fitting:
+        key = layout_key(plan.choice.layout)
+        least[key] = min(least.get(key, math.inf), plan.step.seconds)
+    slowest = sorted(least.values())[limit - 1] * (1 + asked.margin)
+    assert all(plan.step.seconds <= slowest or plan is result.winner for plan in result.plans)
+
+
+def test_no_bound_is_above_its_estimate() -> None:
+    asked = question("8b", "32xh100")
+    steps = PlanEstimator(asked).steps
+    choices = list(candidate_choices(asked.space, asked.constraints, asked.template, 32, 8))
+    shares = [steps.least_seconds(choice) / steps.estimate(choice).seconds for choice in choices]
+    assert max(shares) <= 1.0
+    assert min(shares) < 0.9
+    assert sorted(shares)[len(shares) // 2] > 0.5, "a bound that is far below saves nothing"
+
+
+def test_an_estimator_that_shares_estimates_the_same() -> None:
+    one, other = question("8b", "64xh100"), question("8b", "16xh100", global_batch=128)
+    shared = search_plans(other, 3, PlanEstimator(other, PlanEstimator(one)))
+    assert [plan.step for plan in shared.plans] == [plan.step for plan in search_plans(other, 3).plans]
+    small = question("8b", "4xh100")  # its tensor ranks have other links
+    apart = search_plans(small, 3, PlanEstimator(small, PlanEstimator(one)))
+    assert [plan.step for plan in apart.plans] == [plan.step for plan in search_plans(small, 3).plans]
 
 
 def test_what_is_faster_and_too_big_is_kept() -> None:
@@ -84,9 +128,9 @@ def test_a_simple_plan_wins_within_the_margin() -> None:
         )
     )
     assert [plan.complexity for plan in (simple, middle, fast)] == [4, 5, 9]
-    for margin, winner in ((0.0, fast), (0.02, middle), (0.05, simple)):
-        assert simplest_within([middle, fast, simple], margin) is winner
-    assert simplest_within([lasting(simple, 1.01), simple], 1.0) is not simple, "of equally simple ones the fastest"
+    for most_s, winner in ((1.0, fast), (1.02, middle), (1.05, simple)):
+        assert simplest_within([middle, fast, simple], most_s) is winner
+    assert simplest_within([lasting(simple, 1.01), simple], 2.0) is not simple, "of equally simple ones the fastest"
     loose = search_plans(replace(asked, margin=0.5))
     assert loose.winner is not loose.plans[0] or "fastest" in why_winner(loose)
 

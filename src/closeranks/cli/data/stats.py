@@ -55,8 +55,8 @@ def stats(
     import json
 
     from closeranks.cli.data.stats_text import StatsOptions, collect_stats
-    from closeranks.cli.data.verify import progress
     from closeranks.cli.pictures import check_picture, picture_errors_explained
+    from closeranks.cli.progress_bar import progress
 
     check_picture(picture)
     words = [] if place is None else [place, *(overrides or [])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -40,6 +38,7 @@ def verify(
     from dataclasses import asdict
 
     from closeranks.cli.data.dataset_check import check_dataset
+    from closeranks.cli.progress_bar import progress
 
     started_at = time.monotonic()
     with progress("verifying") as on_progress:
@@ -56,16 +55,3 @@ def verify(
         safe_echo(f"{path}: {check.what}: {verdict} ({check.how}, {seconds:.1f} s)")
     if check.findings:
         raise typer.Exit(1)
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; the callback takes the amount done and the total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

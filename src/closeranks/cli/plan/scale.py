@@ -57,6 +57,7 @@ def scale(
 ) -> None:
     from closeranks.cli.pictures import check_picture, picture_errors_explained
     from closeranks.cli.plan.question import job_question, require_cluster
+    from closeranks.cli.progress_bar import progress
     from closeranks.plan.scaling.levers import levers
     from closeranks.plan.scaling.scaling import device_counts, own_plan, scale_curves
 
@@ -66,7 +67,8 @@ def scale(
     asked = job_question(
         job, overrides or [], cluster, keep=keep or (), margin=margin, calibration=calibration, num_devices=counts[-1]
     )
-    curves = scale_curves(asked.question, counts, batch_at or counts[0])
+    with progress("searching") as on_point:
+        curves = scale_curves(asked.question, counts, batch_at or counts[0], on_point)
     largest = next((point for point in reversed(curves[0].points) if point.plan is not None), None)
     found = levers(largest, own_plan(largest, asked.own)) if largest is not None else []
     if picture is not None:

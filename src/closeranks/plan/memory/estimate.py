@@ -7,7 +7,7 @@ and everything between is "borderline".
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from closeranks.facts.cluster import Cluster
@@ -46,10 +46,10 @@ class MemoryEstimate:
     capacity_bytes: int
     convention: str
     pipeline_rank: int = 0
+    total_bytes: int = field(init=False)
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_bytes", sum([part.num_bytes for part in self.parts]))
 
     @property
     def allocated_bytes(self) -> int:
@@ -62,9 +62,10 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> Verdict:
-        if self.total_bytes + self.margin_bytes <= self.capacity_bytes:
+        margin = self.margin_bytes
+        if self.total_bytes + margin <= self.capacity_bytes:
             return "fits"
-        return "borderline" if self.total_bytes - self.margin_bytes <= self.capacity_bytes else "does not fit"
+        return "borderline" if self.total_bytes - margin <= self.capacity_bytes else "does not fit"
 
     @property
     def missing_bytes(self) -> int:
@@ -100,17 +101,28 @@ class MemoryEstimator:
         self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
         self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}
         self._saved: dict[Hashable, SavedActivations] = {}
+        self._may_fit: dict[Hashable, bool] = {}
 
     def estimate(self, choice: PlanChoice, convention: StateConvention | None = None) -> MemoryEstimate:
         found = convention or convention_of(choice.software)
         ranks = [self._rank_parts(choice, found, rank, load) for rank, load in self._ranks(choice)]
-        fullest = max(ranks, key=lambda one: sum(part.num_bytes for part in one[1]))
+        fullest = max(ranks, key=lambda one: sum([part.num_bytes for part in one[1]]))
         return MemoryEstimate(
-            tuple(part for part in fullest[1] if part.num_bytes),
+            tuple([part for part in fullest[1] if part.num_bytes]),
             self._cluster.device.memory_bytes,
             found.name,
             fullest[0],
         )
+
+    def may_fit(self, choice: PlanChoice) -> bool:
+        """False only if weights and optimizer alone are too big, which is known of a layout before anything else."""
+        convention = convention_of(choice.software)
+        key = (choice.layout, convention.name, choice.optimizer, choice.offload, choice.stages_per_rank)
+        if key not in self._may_fit:
+            states = (self._state_of(choice, convention, load)[1] for _, load in self._ranks(choice))
+            least = max(state.weights + state.optimizer for state in states)
+            self._may_fit[key] = (1 + MARGIN) * least <= self._cluster.device.memory_bytes
+        return self._may_fit[key]
 
     def _rank_parts(
         self, choice: PlanChoice, convention: StateConvention, rank: int, load: RankLoad

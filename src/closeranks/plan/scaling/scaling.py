@@ -6,7 +6,7 @@ winner of a search of its own, so that a curve shows what the cluster allows and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from closeranks.core.errors import UserError
@@ -101,17 +101,28 @@ def device_counts(first: int, last: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def scale_curves(question: PlanQuestion, counts: Sequence[int], batch_at: int) -> tuple[ScaleCurve, ScaleCurve]:
+def scale_curves(
+    question: PlanQuestion,
+    counts: Sequence[int],
+    batch_at: int,
+    on_point: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[ScaleCurve, ScaleCurve]:
     """Strong and weak scaling. ``batch_at``: the devices that the job's batch is meant for, in weak scaling."""
     batch = question.workload.global_batch
-    strong = tuple(_point(question, count, batch) for count in counts)
-    weak = tuple(_point(question, count, max(1, batch * count // batch_at)) for count in counts)
-    return ScaleCurve("strong", strong), ScaleCurve("weak", weak)
-
-
-def _point(question: PlanQuestion, num_devices: int, global_batch: int) -> ScalePoint:
-    asked = with_batch(replace(question, cluster=with_devices(question.cluster, num_devices)), global_batch)
-    return ScalePoint(num_devices, global_batch, asked, search_plans(asked, limit=3))
+    estimator = None
+    strong: list[ScalePoint] = []
+    weak: list[ScalePoint] = []
+    for count in counts:
+        here = replace(question, cluster=with_devices(question.cluster, count))
+        for points, size in ((strong, batch), (weak, max(1, batch * count // batch_at))):
+            if points is weak and size == batch:
+                points.append(strong[-1])
+            else:
+                asked = with_batch(here, size)
+                estimator = PlanEstimator(asked, estimator)
+                points.append(ScalePoint(count, size, asked, search_plans(asked, 3, estimator)))
+            on_point(len(strong) + len(weak), 2 * len(counts))
+    return ScaleCurve("strong", tuple(strong)), ScaleCurve("weak", tuple(weak))
 
 
 def own_plan(point: ScalePoint | None, choice: PlanChoice | None) -> Plan | None:

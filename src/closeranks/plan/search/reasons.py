@@ -29,11 +29,13 @@ def why_winner(result: SearchResult) -> str:
         text = f"{layout} is the fastest of the layouts that fit"
     else:
         gain = 1 - fastest.step.seconds / winner.step.seconds
+        other = str(fastest.choice.layout)
+        other += f" with {_settings(fastest)}" if fastest.choice.layout == layout else ""
         text = (
             f"{layout} is the simplest within {100 * result.question.margin:g}% of the fastest: "
-            f"{fastest.choice.layout} would gain {100 * gain:.1f}% and has more moving parts"
+            f"{other} would gain {100 * gain:.1f}% and has more moving parts"
         )
-    return ". ".join(filter(None, (text, _largest_parts(winner), _faster_misses(result)))) + "."
+    return ". ".join(filter(None, (text, _largest_parts(winner), _faster_misses(result, fastest)))) + "."
 
 
 def _largest_parts(plan: Plan) -> str:
@@ -42,15 +44,20 @@ def _largest_parts(plan: Plan) -> str:
     return f"Its time: {', '.join(named)}"
 
 
-def _faster_misses(result: SearchResult) -> str:
+def _faster_misses(result: SearchResult, best: Plan) -> str:
     if not result.misses:
         return ""
-    miss, best = result.misses[0], result.plans[0]
+    miss = result.misses[0]
     faster = 100 * (1 - miss.step.seconds / best.step.seconds)
     missing = miss.memory.missing_bytes
     by = f"misses by {missing / _GIB:,.1f} GiB" if missing else "leaves too little memory free to be sure"
-    settings = f"micro_batch={miss.choice.micro_batch} recompute={miss.choice.recompute}"
-    return f"Of the faster ones {miss.choice.layout} with {settings} comes nearest: {faster:.1f}% faster, it {by}"
+    return (
+        f"Of the faster ones {miss.choice.layout} with {_settings(miss)} comes nearest: {faster:.1f}% faster, it {by}"
+    )
+
+
+def _settings(plan: Plan) -> str:
+    return f"micro_batch={plan.choice.micro_batch} recompute={plan.choice.recompute}"
 
 
 def runner_up_needs(plan: Plan, winner: Plan) -> str:

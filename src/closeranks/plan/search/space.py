@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from closeranks.facts.layout import SCHEDULES, Layout, LayoutConstraints, divisors, legal_problems
 from closeranks.plan.step_time.workload import PlanChoice, Precision, Recompute
@@ -40,13 +41,11 @@ def candidate_choices(
             continue
         needs = replace(constraints, micro_batch=micro_batch)
         for layout in candidate_layouts_in(space, needs, num_devices, per_host):
-            for recompute in space.recompute:
-                for precision in space.precisions:
-                    for compiled in space.compiled:
-                        yield replace(
-                            template, layout=layout, micro_batch=micro_batch, recompute=recompute,
-                            precision=precision, compiled=compiled,
-                        )  # fmt: skip
+            for recompute, precision, compiled in product(space.recompute, space.precisions, space.compiled):
+                yield replace(
+                    template, layout=layout, micro_batch=micro_batch, recompute=recompute, precision=precision,
+                    compiled=compiled,
+                )  # fmt: skip
 
 
 def candidate_layouts_in(

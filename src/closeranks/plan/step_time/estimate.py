@@ -18,11 +18,14 @@ from closeranks.plan.step_time.constants import Constants, frozen_constants
 from closeranks.plan.step_time.micro_cost import MicroCosts
 from closeranks.plan.step_time.model_figures import model_figures
 from closeranks.plan.step_time.operation_times import OperationTimes
-from closeranks.plan.step_time.rank_times import RankTimes
+from closeranks.plan.step_time.rank_times import RankTimes, both
 from closeranks.plan.step_time.stage_loads import RankLoad, load_counts
 from closeranks.plan.step_time.step_parts import StepPart as StepPart
 from closeranks.plan.step_time.step_parts import StepParts
 from closeranks.plan.step_time.workload import PlanChoice, Workload, choice_problems
+
+_ROUNDED = 1 - 1e-9
+"""A sum in another order may be smaller by its last digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,13 @@ class StepEstimator:
         return StepEstimate(
             seconds, parts, self._figures.flops * per_flop, hardware * per_flop, workload.tokens_per_step / seconds
         )
+
+    def least_seconds(self, choice: PlanChoice) -> float:
+        """A bound of a legal choice, which costs much less than its estimate: what the fullest rank computes."""
+        if self._times.measured:
+            return 0.0  # how much of a part shows in a step was measured
+        busy_s = both(self._ranks_of(choice, self._groups_of(choice.layout)).seconds)
+        return _ROUNDED * choice.num_micro(self._workload.global_batch) * busy_s
 
     def _groups_of(self, layout: Layout) -> LayoutGroups:
         if layout not in self._groups:

@@ -7,7 +7,8 @@ their sum is the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from closeranks.plan.step_time.comm_time import DataTraffic, LayoutGroups, exposed_seconds, stage_send_seconds
 from closeranks.plan.step_time.model_figures import ModelFigures
@@ -21,8 +22,7 @@ _OFFLOAD_BYTES = 8.0
 """Per parameter over the link to host memory: its gradient down, its weight up."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
+class StepPart(NamedTuple):
     name: str
     seconds: float
 
@@ -53,7 +53,7 @@ class StepParts:
         parts = (*self._computation(), *self._communication(), *self._once_per_step())
         measured = self._times.measured
         if measured is None:
-            return tuple([StepPart(name, seconds) for name, seconds in parts])
+            return tuple(map(StepPart._make, parts))
         return tuple(StepPart(name, seconds * measured.shown(name)) for name, seconds in parts)
 
     def _computation(self) -> Iterator[tuple[str, float]]:
