@@ -65,7 +65,8 @@ def test_the_closed_form_is_what_a_rank_holds_and_sends(num_ranks: int, layout: 
     found = dry(layout, num_ranks, changes)
     weights, optimizer, _, peak = found.memory
     assert (weights.difference, optimizer.difference) == (0, 0)
-    assert peak.closed == pytest.approx(peak.dry, rel=0.12)
+    # In a model of a few MiB a single bucket is a fifth of all.
+    assert peak.closed == pytest.approx(peak.dry, rel=0.05 if peak.dry > 100 << 20 else 0.1)
     assert found.traffic
     for row in found.traffic:
         assert (row.calls.difference, row.sent_bytes.difference) == (0, 0), row
