@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from closeranks.plan.search.plan_text import percent
 from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import FAST, ROOT, TINY, closeranks
@@ -143,6 +144,11 @@ def test_it_draws_a_picture(tmp_path: Path) -> None:
         ((TINY, "--cluster", "missing.toml"), "missing.toml"),
         ((TINY, "--cluster", "2xcpu", "--tokens", "many"), "no number of tokens"),
         ((TINY, "--cluster", "2xcpu", "--tokens", "100"), "less than one step, which takes 1,536"),
+        ((TINY, "--cluster", "2xcpu", "--tokens", "0"), "no number of tokens"),
+        ((TINY, "--cluster", "2xcpu", "--days", "0"), "--days 0 leaves nothing to plan. Name a number above 0"),
+        ((TINY, "--cluster", "2xcpu", "--budget", "nan"), "--budget nan leaves nothing to plan"),
+        ((TINY, "train.global_batch=1", "train.micro_batch=1", "--cluster", "128xh100"), "Use train.global_batch=2 or"),
+        ((TINY, "layout.data=3", "--cluster", "4xcpu", "--keep", "layout"), "Leave out --keep layout"),
         ((TINY, "--cluster", "2xcpu", "--keep", "tensors"), "nothing that can be kept"),
         ((TINY, "--cluster", "2xcpu", "--compare", "tensro=2", "data=2"), "'tensro=2' is not an axis"),
         ((TINY, "--cluster", "2xcpu", "--compare", "data=2 recompute=some", "data=2"), "there is no 'some'"),
@@ -152,6 +158,11 @@ def test_it_draws_a_picture(tmp_path: Path) -> None:
 )
 def test_what_it_refuses(words: tuple[object, ...], sentence: str) -> None:
     assert sentence in refused(*words)
+
+
+def test_small_shares_keep_two_digits() -> None:
+    shares = (0.0, 0.4561, 0.0121, 0.000174, 1e-7)
+    assert [percent(share) for share in shares] == ["-", "45.6%", "1.2%", "0.017%", "< 0.0001%"]
 
 
 def test_a_link_without_bandwidth_is_refused(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ def require_cluster(text: str, example: str) -> None:
         raise UserError("no cluster was named", f"Name one, such as {example}.")
 
 
+def require_above_zero(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise UserError(f"{option} {value:g} leaves nothing to plan", "Name a number above 0, or leave it out.")
+
+
 def workload_of(planning_job: PlanningJob, job: Job) -> Workload:
     from closeranks.facts.shapes.transformer import from_llama
 

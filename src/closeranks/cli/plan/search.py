@@ -82,10 +82,10 @@ def search(
     sort: Annotated[
         Literal["time", "cost"], typer.Option(help="cost: the cheapest number of devices up to the cluster's.")
     ] = "time",
-    days: Annotated[float, typer.Option(min=0, help="With --sort cost: the run must end within so many days.")] = 0.0,
+    days: Annotated[float | None, typer.Option(help="With --sort cost: the run must end within so many days.")] = None,
     budget: Annotated[
-        float, typer.Option(min=0, help="With --sort cost: refuse what costs more, in the cluster's currency.")
-    ] = 0.0,
+        float | None, typer.Option(help="With --sort cost: refuse what costs more, in the cluster's currency.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Layouts to list.")] = 10,
     why: Annotated[bool, typer.Option("--why", help="Say why the plan won, and what others would need.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the advised plan as a job file.", metavar="JOB.toml")] = None,
@@ -102,11 +102,12 @@ def search(
 ) -> None:
     from closeranks.cli.pictures import check_picture
     from closeranks.cli.plan.job_file import check_out
-    from closeranks.cli.plan.question import job_question, require_cluster
+    from closeranks.cli.plan.question import job_question, require_above_zero, require_cluster
     from closeranks.core.errors import UserError
-    from closeranks.plan.search.search import search_plans
 
     require_cluster(cluster, "--cluster 8xh100")
+    require_above_zero("--days", days)
+    require_above_zero("--budget", budget)
     check_picture(picture)
     check_out(out)
     if out is not None and model is not None:
@@ -119,8 +120,8 @@ def search(
         _compare(asked, compare, as_json=as_json)
         return
     if sort == "cost" or days or budget:
-        asked = _cheapest(asked, days, budget, as_json=as_json)
-    result = search_plans(asked.question, limit)
+        asked = _cheapest(asked, days or 0.0, budget or 0.0, as_json=as_json)
+    result = _searched(asked, limit)
     if picture is not None and result.plans:
         _draw(asked, result, f"{job.name} on {cluster}", picture)
     _show(asked, result, job, why=why, as_json=as_json, picture=picture if result.plans else None)
@@ -128,6 +129,17 @@ def search(
         typer.echo(f"\nPlanned is {model}, not the job's model: closeranks trains Llamas, and modules of your own.")
     if out is not None:
         _write(asked, result, job, overrides or [], out, quiet=as_json)
+
+
+def _searched(asked: JobQuestion, limit: int) -> SearchResult:
+    from closeranks.core.errors import UserError
+    from closeranks.plan.search.reasons import nothing_legal
+    from closeranks.plan.search.search import search_plans
+
+    result = search_plans(asked.question, limit)
+    if not result.num_choices:
+        raise UserError(*nothing_legal(asked.question))
+    return result
 
 
 def _compare(asked: JobQuestion, texts: tuple[str, str], *, as_json: bool) -> None:

@@ -286,7 +286,9 @@ def gib_text(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share else "-"
+    """``45.6%``; below one percent two significant digits."""
+    shown = 100 * share
+    return "-" if not share else f"{shown:.1f}%" if shown >= 0.95 else f"{shown:.2g}%" if shown >= 1e-4 else "< 0.0001%"
 
 
 def count_text(count: float) -> str:

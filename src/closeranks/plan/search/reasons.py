@@ -7,8 +7,10 @@ not say.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from closeranks.plan.search.search import Plan, SearchResult
+from closeranks.plan.search.search import Plan, PlanQuestion, SearchResult
+from closeranks.plan.search.space import candidate_layouts_in
 
 _LINK_PARTS = {
     "tensor communication": "the link inside a host",
@@ -58,6 +60,22 @@ def _faster_misses(result: SearchResult, best: Plan) -> str:
 
 def _settings(plan: Plan) -> str:
     return f"micro_batch={plan.choice.micro_batch} recompute={plan.choice.recompute}"
+
+
+def nothing_legal(question: PlanQuestion) -> tuple[str, str]:
+    """Why a search without any legal choice has none, and what to change."""
+    needs, count, kept = question.constraints, question.cluster.num_devices, question.space.layout
+    if kept is not None:
+        what = f"the layout that is kept, {kept}, does not run on {count:,} devices with this model and batch"
+        return what, "Leave out --keep layout, or change the table [layout]."
+    ample = replace(needs, global_batch=count, micro_batch=1)
+    layouts = list(candidate_layouts_in(question.space, ample, count, question.cluster.domain_size))
+    least = min((layout.data for layout in layouts), default=0)
+    what = f"no layout of {count:,} devices is legal with a global batch of {needs.global_batch:,}"
+    if least <= needs.global_batch:
+        return what, "Use fewer devices, or another number of them."
+    most = ", ".join(f"{axis}={max(getattr(one, axis) for one in layouts)}" for axis in ("tensor", "pipeline"))
+    return f"{what}: the model allows {most} at most", f"Use train.global_batch={least} or more, or fewer devices."
 
 
 def runner_up_needs(plan: Plan, winner: Plan) -> str:
