@@ -48,7 +48,8 @@ def cluster_line(cluster: Cluster) -> str:
 
 def headline(name: str, result: SearchResult) -> str:
     cluster = result.question.cluster
-    tried = f"{result.num_choices:,} choices of {result.num_layouts:,} layouts were compared"
+    layouts = f"{result.num_layouts:,} layout{'' if result.num_layouts == 1 else 's'}"
+    tried = f"{result.num_choices:,} choices of {layouts} were compared"
     count = len(result.plans)
     found = f"{count} that fit{'s is' if count == 1 else ' are'} shown" if count else "none fits"
     return f"{name} on {cluster_line(cluster)}.\n{tried}; {found}."
