@@ -101,11 +101,14 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     [
         ({"format": 99}, "its format is 99"),
         ({"products": 3}, "products must be a list"),
-        ({"products": [{"precision": "fp32", "m": 1, "n": 1, "k": 1, "seconds": 0}]}, "not positive"),
+        ({"products": [{"precision": "fp32", "m": 1, "n": 1, "k": 1, "seconds": 0}]}, "products, seconds is 0"),
+        ({"optimizer": [{"num_params": 5, "seconds": 1e9}]}, "optimizer, seconds is 1e.09"),
+        ({"memory_passes": [{"num_bytes": 5, "seconds": float("nan")}]}, "seconds is nan"),
         ({"products": [{"precision": "fp32", "m": "1"}]}, "m of ProductTime"),
         ({"memory_passes": [{"num_bytes": 5}]}, "seconds"),
-        ({"disk_bytes_per_s": -1}, "negative"),
-        ({"corrections": {"optimizer": float("inf")}}, "not finite"),
+        ({"disk_bytes_per_s": -1}, "its disk_bytes_per_s is -1"),
+        ({"step_overhead_s": float("nan")}, "its step_overhead_s is nan"),
+        ({"corrections": {"optimizer": float("inf")}}, "its optimizer is inf"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, change: dict[str, object], what: str) -> None:

@@ -121,6 +121,8 @@ class Calibration:
     """What an operation costs before it computes: dispatch, and on a GPU the launch of a kernel."""
     step_overhead_s: float | None = None
     micro_batch_overhead_s: float | None = None
+    wait_share: float = 0.0
+    """Of what ranks compute between two meetings: how long they wait there for the last of them."""
     corrections: dict[str, float] = field(default_factory=dict)
     """By the name of a part of a step: how many times as long as estimated it took in the runs that were measured."""
 
@@ -145,13 +147,21 @@ class Calibration:
     def optimizer_s(self, num_params: float) -> float | None:
         return _on_line(self._optimizer_line, num_params)
 
-    def collective_s(self, operation: str, num_ranks: int, num_bytes: float) -> float | None:
-        """None for more ranks than were measured. Between measured numbers of ranks, the next larger one counts."""
+    def collective_s(self, operation: str, num_ranks: int, num_bytes: float, num_workers: int = 0) -> float | None:
+        """None for more ranks than were measured. Between measured numbers of ranks, the next larger one counts.
+        ``num_workers``: on the host, where all of them communicate, in groups beside each other."""
         if num_ranks <= 1:
             return 0.0
         lines = self._collective_lines.get(operation, {})
         measured = [ranks for ranks in sorted(lines) if ranks >= num_ranks]
-        return _on_line(lines[measured[0]], num_bytes) if measured else None
+        seconds = _on_line(lines[measured[0]], num_bytes) if measured else None
+        if seconds is None or num_workers <= measured[0]:
+            return seconds
+        return seconds * self.crowding(num_workers) / self.crowding(measured[0])
+
+    def crowding(self, num_workers: int) -> float:
+        """How many times as long everything takes because workers outnumber the cores."""
+        return max(1.0, self.slowdown(num_workers).products)
 
     def slowdown(self, num_workers: int) -> WorkerSlowdown:
         """Beyond the measured numbers the cores are divided among more workers. Without measurements, no slowdown."""
@@ -291,10 +301,11 @@ def parse_calibration(values: Mapping[str, Any]) -> Calibration:
         if not isinstance(rows, list):
             raise ValueError(f"{name} must be a list")
         given[name] = tuple(_row(kind, name, row) for row in rows)
-    figures = [given.get(name) for name in ("disk_bytes_per_s", "op_overhead_s", "step_overhead_s")]
-    figures += [given.get("micro_batch_overhead_s"), *given.get("corrections", {}).values()]
-    if not all(figure is None or 0 <= figure < math.inf for figure in figures):
-        raise ValueError("a figure is negative, or not finite")
+    single = ("disk_bytes_per_s", "op_overhead_s", "step_overhead_s", "micro_batch_overhead_s", "wait_share")
+    figures = {name: value for name in single if (value := given.get(name)) is not None}
+    for name, value in {**figures, **given.get("corrections", {})}.items():
+        if not 0 <= value <= _most(name):
+            raise ValueError(f"its {name} is {value:g}, which nothing measured can be")
     return Calibration(**given)
 
 
@@ -302,10 +313,15 @@ def _row(kind: type[_T], name: str, row: Any) -> _T:
     if not isinstance(row, dict):
         raise ValueError(f"{name} must be a list of tables")
     given = checked_fields(kind, row)
-    figures = [value for value in given.values() if not isinstance(value, str)]
-    if not all(0 < value < math.inf for value in figures):
-        raise ValueError(f"a figure of {name} is not positive")
+    for figure, value in given.items():
+        if not isinstance(value, str) and not 0 < value <= _most(figure):
+            raise ValueError(f"among its {name}, {figure} is {value:g}, which nothing measured can be")
     return kind(**given)
+
+
+def _most(name: str) -> float:
+    """No operation takes an hour, and no disk, tensor or factor is as large as the rest."""
+    return 3600.0 if name == "seconds" or (name.endswith("_s") and name != "disk_bytes_per_s") else 1e15
 
 
 def load_calibration(path: Path) -> Calibration:

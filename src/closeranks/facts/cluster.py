@@ -61,7 +61,7 @@ class Cluster:
     currency: str = "USD"
     failures: str = DEFAULT_TABLE
     """A table of ``facts.failures``, or a file."""
-    disk_bytes_per_s: float = 2e9
+    disk_bytes_per_s: float = 1e9
     """What one host writes durably."""
     calibration: Calibration | None = None
     """What was measured of one of its hosts: it counts for more than the datasheet."""
@@ -167,6 +167,20 @@ def with_devices(cluster: Cluster, num_devices: int) -> Cluster:
     per_host = per_host if num_devices > per_host else max(1, num_devices)
     rails = cluster.rails if per_host == cluster.devices_per_host else 0
     return replace(cluster, num_devices=num_devices, devices_per_host=per_host, rails=rails)
+
+
+def calibrated(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """The cluster with what was measured of one of its hosts; ``ConfigError`` for what another kind of device did."""
+    measured, device = calibration.device, cluster.device
+    known = {one.driver_name: one for one in built_in_devices().devices.values() if one.driver_name}
+    if calibration.kind != device.kind or known.get(measured, device).name != device.name:
+        what = f"it was measured on another device ({measured or calibration.kind}) than {device.name}"
+        raise ConfigError(
+            [Problem("--calibration", what, "Run `closeranks plan calibrate` on the device to plan for.")]
+        )
+    return replace(
+        cluster, calibration=calibration, disk_bytes_per_s=calibration.disk_bytes_per_s or cluster.disk_bytes_per_s
+    )
 
 
 def find_cluster(text: str, num_devices: int = 0) -> Cluster:

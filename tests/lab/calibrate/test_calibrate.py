@@ -39,7 +39,9 @@ def test_everything_of_a_cpu_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
     ("arguments", "what"),
     [
         (["--device", "tpu"], "'tpu' is no device"),
-        (["--out", "nowhere/mine.json"], "there is no folder nowhere"),
+        (["--out", "nowhere/mine.json"], "nowhere/mine.json cannot be written: No such file"),
+        (["--out", "/dev/null/mine.json"], "cannot be written"),
+        (["--out", "."], ". cannot be written: Is a directory"),
         (["none.toml"], "none.toml"),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_measured_product_counts_as_measured() -> None:
     found = estimated(calibration).part("compute: products")
     matrices = SHAPE.num_layers * (SHAPE.attention_params + SHAPE.dense_ffn_params) + SHAPE.vocab_size * SHAPE.dim
     assert found == pytest.approx(6 * matrices * 64 * 4 / rate, rel=0.01)
-    assert changed(calibration) <= {"compute: products", "data communication", "overhead"}
+    assert changed(calibration) <= {"compute: products", "data communication", "launches"}
     assert changed(replace(calibration, products=(ProductTime("bf16", 128, 128, 128, 1.0),))) == {"data communication"}
 
 
@@ -55,7 +55,11 @@ def test_each_measurement_reaches_its_part() -> None:
     assert "compute: memory-bound" in changed(Calibration(memory_passes=(MemoryPassTime(1 << 20, 1.0),)))
     assert "optimizer" in changed(Calibration(optimizer=(OptimizerTime(1000, 1.0),)))
     overheads = Calibration(step_overhead_s=1.0, micro_batch_overhead_s=0.1)
-    assert estimated(overheads).part("overhead") == pytest.approx(1.0 + 2 * 0.1)
+    assert estimated(overheads).part("overhead") == pytest.approx(1.0)
+    assert estimated(overheads).part("launches") == pytest.approx(2 * 0.1)
+    again = estimated(overheads, replace(CHOICE, recompute="full"))
+    assert again.part("launches") == pytest.approx(2 * 0.1 * 4 / 3), "a second forward is started, too"
+    assert "waiting for ranks" in changed(Calibration(wait_share=0.1))
 
 
 def test_gradients_take_as_long_as_the_measured_collective() -> None:
@@ -64,6 +68,27 @@ def test_gradients_take_as_long_as_the_measured_collective() -> None:
     calibration = Calibration(collectives=(CollectiveTime("all-reduce", 2, 1, seconds),))
     large = Calibration(collectives=(*calibration.collectives, CollectiveTime("all-reduce", 2, 1 << 30, seconds)))
     assert estimated(large).part("data communication") == pytest.approx(seconds)
+
+
+def test_gloo_sends_more_in_a_reduce_scatter_than_in_a_gather() -> None:
+    gather, scatter = (
+        tuple(CollectiveTime(name, 2, size, seconds) for size in (1, 1 << 30))
+        for name, seconds in (("all-gather", 0.25), ("reduce-scatter", 0.5))
+    )
+    measured = Calibration(collectives=(*gather, *scatter))
+    part = "data communication"
+    assert estimated(measured, replace(CHOICE, layout=Layout(2, zero=1))).part(part) == pytest.approx(0.25 + 0.5)
+    each = replace(CHOICE, layout=Layout(2, zero=2))
+    assert estimated(measured, each).part(part) == pytest.approx(0.25 + 2 * 0.5), "in each micro-batch"
+
+
+def test_groups_beside_each_other_compete() -> None:
+    collectives = tuple(CollectiveTime("all-reduce", 2, size, 0.125) for size in (1, 1 << 30))
+    four = replace(CHOICE, layout=Layout(2, tensor=2))
+    crowded = Calibration(collectives=collectives, slowdowns=(*EVEN, WorkerSlowdown(4, 2.0, 2.0)))
+    assert estimated(crowded, four).part("data communication") == pytest.approx(0.25)
+    roomy = replace(crowded, slowdowns=(*EVEN, WorkerSlowdown(4)))
+    assert estimated(roomy, four).part("data communication") == pytest.approx(0.125)
 
 
 def test_workers_that_share_cores_are_slower() -> None:

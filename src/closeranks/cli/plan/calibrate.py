@@ -5,6 +5,9 @@ Invariant: the file is written once, when everything was measured; nothing of it
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +49,7 @@ def calibrate(
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Train some steps of the named jobs.")] = True,
 ) -> None:
     from closeranks.cli.terminal import safe_echo
-    from closeranks.core.errors import ConfigError, Problem, UserError
+    from closeranks.core.errors import ConfigError, Problem
     from closeranks.core.system.environment import num_gpus
     from closeranks.facts.calibration import calibration_text
 
@@ -54,8 +57,7 @@ def calibrate(
         raise ConfigError([Problem("--device", f"'{device}' is no device that can be measured", "Use cpu or cuda.")])
     shapes = tuple(shape for path in jobs or () for shape in _shapes_of(path))
     path = (out or Path(DEFAULT_FILE)).expanduser()
-    if not path.parent.is_dir() and out is not None:
-        raise UserError(f"there is no folder {path.parent}", "Make it, or name another file with --out.")
+    _write(path, None)
 
     from closeranks.lab.calibrate.calibrate import CalibrationRequest, summary
     from closeranks.lab.calibrate.calibrate import calibrate as measure
@@ -65,15 +67,31 @@ def calibrate(
     trained = tuple(path for path in jobs or () if steps and _shapes_of(path))
     request = CalibrationRequest("cuda" if chosen == "cuda" else "cpu", precisions, shapes, trained, seconds)
     found = measure(request, lambda line: typer.echo(f"measuring {line}", err=True))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(calibration_text(found))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", "Name another with --out.") from error
+    _write(path, calibration_text(found))
     rows = summary(found)
     width = max(map(len, rows))
     safe_echo("\n".join(f"{name:<{width}}  {words}" for name, words in rows.items()))
     safe_echo(f"\nwritten to {path}; a plan uses it by --calibration {path}")
+
+
+def _write(path: Path, text: str | None) -> None:
+    """Whole or not at all. None: only whether it can be written, before minutes are spent on what goes into it."""
+    from closeranks.core.errors import UserError
+
+    unfinished = Path(f"{path}.{os.getpid()}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path == Path(DEFAULT_FILE).expanduser():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text or "")
+        if text is not None:
+            unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", "Name another with --out.") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def _shapes_of(path: Path) -> list[JobShapes]:

@@ -64,7 +64,6 @@ def check(
 
 def _checked(run: Path, cluster_text: str, calibration_path: Path | None) -> PlanCheck:
     from closeranks.core.errors import UserError
-    from closeranks.facts.calibration import load_calibration
     from closeranks.plan.check.check import check_plan
     from closeranks.plan.check.measured_step import planned_groups, typical_step
     from closeranks.plan.step_time.estimate import estimate_step
@@ -81,16 +80,17 @@ def _checked(run: Path, cluster_text: str, calibration_path: Path | None) -> Pla
         what = f"{run} has no measured step to compare: the first step and the last do not count"
         raise UserError(what, "Train a few more steps, with telemetry.phases on.")
     job = load_job(folder.job).value
-    calibration = load_calibration(calibration_path) if calibration_path else None
     cluster = _cluster(cluster_text, facts)
+    if calibration_path:
+        cluster = _calibrated(cluster, calibration_path, "" if cluster_text else facts.started.device)
     workload, choice = planned_workload(job), planned_choice(job, facts.started.world_size)
-    estimate = estimate_step(workload, choice, cluster, calibration)
+    estimate = estimate_step(workload, choice, cluster)
     return check_plan(
         planned_groups({part.name: part.seconds for part in estimate.parts}),
         typical_step(facts.times),
         memory=_memory(run, job, facts.started.world_size),
         traffic=_traffic(job, facts),
-        is_calibrated=calibration is not None,
+        is_calibrated=cluster.calibration is not None,
         is_one_host=cluster.num_hosts == 1,
     )
 
@@ -112,6 +112,19 @@ def _cluster(text: str, facts: RunFacts) -> Cluster:
         what = f"the cluster has {found.num_devices} devices, and the run had {count} workers"
         raise ConfigError([Problem("--cluster", what, f"Name one of {count}.")])
     return found
+
+
+def _calibrated(cluster: Cluster, path: Path, device: str) -> Cluster:
+    """``device``: on which the run trained; empty if a cluster was named instead."""
+    from closeranks.core.errors import UserError
+    from closeranks.facts.calibration import load_calibration
+    from closeranks.facts.cluster import calibrated
+
+    found = load_calibration(path)
+    if device and found.device and found.device != device:
+        what = f"the calibration {path} was measured on '{found.device}', and the run trained on '{device}'"
+        raise UserError(what, "Measure where it trained: closeranks plan calibrate.")
+    return calibrated(cluster, found)
 
 
 def _memory(run: Path, job: Job, num_workers: int) -> tuple[CheckedFigure, ...]:

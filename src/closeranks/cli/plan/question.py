@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from closeranks.core.errors import ConfigError, Problem, UserError
 from closeranks.core.registry import did_you_mean, is_import_path
-from closeranks.facts.cluster import Cluster, find_cluster, with_devices
+from closeranks.facts.cluster import Cluster, calibrated, find_cluster, with_devices
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.shapes.transformer import TransformerShape
 from closeranks.facts.shapes.transformer import num_params as num_params_of
@@ -58,6 +58,7 @@ def job_question(
 ) -> JobQuestion:
     """``num_devices``: how many of the cluster's kind of device; 0: as the cluster says. ``model``: a Hugging Face
     config to plan instead of the job's model."""
+    from closeranks.facts.calibration import load_calibration
     from closeranks.facts.failures.failure_rates import load_failures
     from closeranks.run.job.describe import describe_job
     from closeranks.run.job.job import load_job
@@ -73,6 +74,7 @@ def job_question(
 
         add_job_folder_to_path(path)
     cluster = find_cluster(cluster_text, num_devices)
+    cluster = calibrated(cluster, load_calibration(calibration)) if calibration else cluster
     if model is None:
         planning_job = describe_job(job, traces=True)
         workload = workload_of(planning_job, job)
@@ -87,7 +89,6 @@ def job_question(
         cluster=cluster,
         template=template,
         space=search_space(template, constraints, cluster, keep),
-        calibration=_calibration(calibration),
         margin=margin,
     )
     budget = token_budget(tokens, job, workload)
@@ -274,11 +275,3 @@ def _num_params(planning_job: PlanningJob) -> float:
     from closeranks.facts.shapes.model_structure import distinct_parameters
 
     return float(sum(weight.numel(1) for weight in distinct_parameters(planning_job.structure.units)))
-
-
-def _calibration(path: Path | None):  # type: ignore[no-untyped-def]
-    if path is None:
-        return None
-    from closeranks.facts.calibration import load_calibration
-
-    return load_calibration(path)

@@ -45,13 +45,15 @@ class GroupLinks:
     between_bytes_per_s: float
     """Of one rank."""
     calibration: Calibration | None = None
-    """Measured between the ranks of one host."""
+    """Measured between the ranks of one host,"""
+    num_workers: int = 0
+    """on which so many workers communicate."""
 
     def measured_s(self, operation: str, num_bytes: float) -> float | None:
         """None for a group of several hosts, and for what was not measured."""
         if self.calibration is None or self.group.num_hosts > 1:
             return None
-        return self.calibration.collective_s(operation, self.group.num_ranks, num_bytes)
+        return self.calibration.collective_s(operation, self.group.num_ranks, num_bytes, self.num_workers)
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -73,7 +75,7 @@ class GroupLinks:
 def group_links(group: AxisGroup, cluster: Cluster) -> GroupLinks:
     link = cluster.inter_host or cluster.intra_host
     between = (link.latency_s, cluster.inter_host_bytes_per_s)
-    return GroupLinks(group, cluster.intra_host, *between, calibration=cluster.calibration)
+    return GroupLinks(group, cluster.intra_host, *between, cluster.calibration, cluster.devices_on_host)
 
 
 def over_one_card(links: GroupLinks) -> GroupLinks:
@@ -82,11 +84,20 @@ def over_one_card(links: GroupLinks) -> GroupLinks:
 
 
 def gather_seconds(num_bytes: float, links: GroupLinks) -> float:
-    """An all-gather whose output, or a reduce-scatter whose input, has this many bytes."""
+    """An all-gather whose output has this many bytes."""
+    return _one_way_seconds("all-gather", num_bytes, links)
+
+
+def scatter_seconds(num_bytes: float, links: GroupLinks) -> float:
+    """A reduce-scatter whose input has this many bytes: it sends what a gather sends, but Gloo sends more."""
+    return _one_way_seconds("reduce-scatter", num_bytes, links)
+
+
+def _one_way_seconds(operation: str, num_bytes: float, links: GroupLinks) -> float:
     ranks, hosts, per_host = links.group.num_ranks, links.group.num_hosts, links.group.per_host
     if ranks == 1 or num_bytes <= 0:
         return 0.0
-    if (measured := links.measured_s("all-gather", num_bytes)) is not None:
+    if (measured := links.measured_s(operation, num_bytes)) is not None:
         return measured
     start_s = links.inside.start_s
     ring = links.ring_latency_s + (ranks - 1) / ranks * num_bytes / links.bus_bytes_per_s
@@ -107,7 +118,7 @@ def all_reduce_seconds(num_bytes: float, links: GroupLinks) -> float:
     hop = links.between_latency_s if links.group.num_hosts > 1 else links.inside.latency_s
     start_s = links.inside.start_s
     tree = start_s + 2 * math.log2(ranks) * hop + 2 * num_bytes / links.bus_bytes_per_s
-    return min(2 * gather_seconds(num_bytes, links) - start_s, tree)
+    return min(gather_seconds(num_bytes, links) + scatter_seconds(num_bytes, links) - start_s, tree)
 
 
 def all_to_all_seconds(num_bytes: float, links: GroupLinks, copies: int = 1) -> float:
@@ -128,7 +139,8 @@ def all_to_all_seconds(num_bytes: float, links: GroupLinks, copies: int = 1) -> 
 def send_seconds(num_bytes: float, stride: int, cluster: Cluster) -> float:
     """A message to the rank ``stride`` further; the slowest of the ranks that send at once."""
     if stride < cluster.domain_size or cluster.inter_host is None:
-        if cluster.calibration and (measured := cluster.calibration.collective_s("send", 2, num_bytes)) is not None:
+        known, workers = cluster.calibration, cluster.devices_on_host
+        if known and (measured := known.collective_s("send", 2, num_bytes, workers)) is not None:
             return measured
         return cluster.intra_host.latency_s + num_bytes / cluster.intra_host.effective_bytes_per_s
     return cluster.inter_host.latency_s + num_bytes / cluster.inter_host_bytes_per_s

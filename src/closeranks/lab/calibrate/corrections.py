@@ -2,8 +2,8 @@
 
 Forward and backward of a run are its products and attention, its memory-bound operations, each times a factor, and a
 fixed time for each micro-batch. There are few runs, so factors are held near 1, and the fixed time near that of
-dispatching the operations of the blocks. Invariant: without runs a calibration stays as it is; nothing that is fitted
-is negative.
+dispatching the operations of the blocks. What a worker with all cores gains by its threads is taken from its own run.
+Invariant: without runs a calibration stays as it is; nothing that is fitted is negative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from closeranks.plan.check.measured_step import (
     INPUT,
     OPTIMIZER,
     OVERHEAD,
-    PIPELINE_AXIS,
     TENSOR_AXIS,
     StepGroups,
 )
@@ -30,7 +29,7 @@ from closeranks.plan.step_time import measured_times as names
 from closeranks.plan.step_time.estimate import StepEstimate, estimate_step
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
-_LATITUDE = {"products": 0.15, "memory": 2.0, "micro": 0.5}
+_LATITUDE = {"products": 0.15, "memory": 2.0, "micro": 2.0}
 """How far each may lie from what is expected, as a share of it."""
 _BLOCK_OPERATIONS = 200
 """Operations of a block, forward and backward: what each costs before it computes is the expected fixed time."""
@@ -38,11 +37,9 @@ _MANY_OPERATIONS_S = 2e-3
 """The same for a block, where dispatch was not measured."""
 _NOISE = 0.02
 """Of the measured forward and backward of a run."""
-_COMMUNICATION = {
-    names.DATA: (DATA_AXIS, ("data communication",)),
-    names.TENSOR: (TENSOR_AXIS, ("tensor communication",)),
-    names.SENDS: (PIPELINE_AXIS, ("pipeline sends", "pipeline bubble")),
-}
+_COMMUNICATION_NOISE = 0.1
+_SHOWN, _WAITING = 0.2, 0.05
+"""How far the share of communication that shows may lie from 1, and that of waiting from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +62,62 @@ class TrainedSteps:
 def corrected(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibration:
     if not runs:
         return calibration
-    plain = replace(calibration, corrections={}, step_overhead_s=0.0, micro_batch_overhead_s=0.0)
+    plain = replace(calibration, corrections={}, wait_share=0.0, step_overhead_s=0.0, micro_batch_overhead_s=0.0)
     found = [_Compared.of(run, plain) for run in runs]
     dispatch_s = _BLOCK_OPERATIONS * plain.op_overhead_s if plain.op_overhead_s else _MANY_OPERATIONS_S
     whole = [one for one in found if one.run.choice.layout.tensor == 1]
-    products, memory, micro_s = _computation(whole or found, dispatch_s * runs[0].workload.num_blocks)
+    several = [one for one in whole if one.run.cluster.num_devices > 1]
+    products, memory, micro_s = _computation(several or whole or found, dispatch_s * runs[0].workload.num_blocks)
     corrections = {names.PRODUCTS: products, names.ATTENTION: products, **memory}
-    corrections |= _ratio(found, names.OPTIMIZER, OPTIMIZER, (names.OPTIMIZER,))
-    for name, (group, parts) in _COMMUNICATION.items():
-        corrections |= _ratio(found, name, group, parts)
+    corrections |= _ratio(several or found, names.OPTIMIZER, OPTIMIZER)
+    data, wait_share = _data_axis(found)
     step_s = fmean((one.run.measured.groups[OVERHEAD] + one.run.measured.groups[INPUT]) / one.slowdown for one in found)
-    fitted = replace(plain, corrections=corrections, step_overhead_s=step_s, micro_batch_overhead_s=micro_s)
+    fitted = replace(
+        plain,
+        corrections=corrections | data,
+        wait_share=wait_share,
+        step_overhead_s=step_s,
+        micro_batch_overhead_s=micro_s,
+    )
+    if several:
+        fitted = _with_threads(fitted, [one.run for one in whole if one.run.cluster.num_devices == 1])
     return _with_tensor(fitted, [one.run for one in found if one.run.choice.layout.tensor > 1])
+
+
+def _data_axis(found: Sequence[_Compared]) -> tuple[dict[str, float], float]:
+    """How much of the estimated communication shows, and the share of their computation that ranks wait for the last
+    of them."""
+    rows, wanted = [[1 / _SHOWN, 0.0], [0.0, 1 / _WAITING]], [1 / _SHOWN, 0.0]
+    for one in found:
+        measured, groups = one.run.measured.groups[DATA_AXIS], one.run.measured.groups
+        if one.parts[names.DATA] > 0 and measured > 0:
+            weight = 1 / (_COMMUNICATION_NOISE * measured)
+            rows.append([weight * one.parts[names.DATA], weight * (groups[COMPUTE] + groups[TENSOR_AXIS])])
+            wanted.append(weight * measured)
+    if not wanted[2:]:
+        return {}, 0.0
+    shown, waiting = _not_negative(np.array(rows), np.array(wanted))
+    return {names.DATA: float(shown)}, float(waiting)
+
+
+def _with_threads(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibration:
+    """A worker that has all cores computes with many threads: most operations of a step are too small for them to gain
+    what one large product gains."""
+    measured_s = estimated_s = 0.0
+    for run in runs:
+        parts = {part.name: part.seconds for part in run.estimate(calibration).parts}
+        estimated = sum(parts[name] for name in (names.PRODUCTS, names.ATTENTION, names.MEMORY_BOUND, "recompute"))
+        measured = run.measured.groups[COMPUTE]
+        measured_s += max(measured - parts["loss"] - parts["launches"], measured / 4)
+        estimated_s += estimated
+    if not estimated_s:
+        return calibration
+    factor = measured_s / estimated_s
+    slowdowns = tuple(
+        replace(one, products=factor * one.products, memory=factor * one.memory) if one.num_workers == 1 else one
+        for one in calibration.slowdowns
+    )
+    return replace(calibration, slowdowns=slowdowns)
 
 
 def _with_tensor(calibration: Calibration, runs: Sequence[TrainedSteps]) -> Calibration:
@@ -103,8 +144,7 @@ class _Compared:
     @classmethod
     def of(cls, run: TrainedSteps, calibration: Calibration) -> _Compared:
         parts = {part.name: part.seconds for part in run.estimate(calibration).parts}
-        slowdown = max(1.0, calibration.slowdown(run.cluster.devices_on_host).products)
-        return cls(run, parts, slowdown)
+        return cls(run, parts, calibration.crowding(run.cluster.devices_on_host))
 
 
 def _computation(found: Sequence[_Compared], expected_s: float) -> tuple[float, dict[str, float], float]:
@@ -147,8 +187,7 @@ def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         free &= solved > 0
 
 
-def _ratio(found: Sequence[_Compared], name: str, group: str, parts: Sequence[str]) -> dict[str, float]:
+def _ratio(found: Sequence[_Compared], name: str, group: str) -> dict[str, float]:
     """Measured over estimated, in all runs that have it."""
-    estimated = [sum(one.parts[part] for part in parts) for one in found]
-    measured = [one.run.measured.groups[group] for one, planned in zip(found, estimated, strict=True) if planned > 0]
-    return {name: sum(measured) / sum(estimated)} if measured else {}
+    measured = [one.run.measured.groups[group] for one in found if one.parts[name] > 0]
+    return {name: sum(measured) / sum(one.parts[name] for one in found)} if measured else {}

@@ -34,10 +34,12 @@ _PARTS = {
     "compute: memory-bound": COMPUTE,
     "recompute": COMPUTE,
     "loss": COMPUTE,
+    "launches": COMPUTE,
     "tensor communication": TENSOR_AXIS,
     "pipeline bubble": PIPELINE_AXIS,
     "pipeline sends": PIPELINE_AXIS,
     "data communication": DATA_AXIS,
+    "waiting for ranks": DATA_AXIS,
     "optimizer": OPTIMIZER,
     "data": INPUT,
 }

@@ -17,8 +17,8 @@ from closeranks.plan.search.search import Plan
 DAY_S = 86400.0
 _STATE_BYTES = 12
 """Of a parameter in a snapshot or checkpoint: float32 weights and two moments."""
-_COPY_BYTES_PER_S, _STORE_BYTES_PER_S = 10e9, 1e9
-"""Of a device to its host's memory, and of a host to storage; as ``closeranks plan goodput`` assumes."""
+_COPY_BYTES_PER_S = 10e9
+"""Of a device to its host's memory; as ``closeranks plan goodput`` assumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,6 @@ def _goodput(plan: Plan, cluster: Cluster, basis: CostBasis) -> float:
         per_host=per_host,
         step_s=plan.step.seconds,
         stall_s=stall_s,
-        durable_s=stall_s + state_bytes / max(num_devices // per_host, 1) / _STORE_BYTES_PER_S,
+        durable_s=stall_s + state_bytes / max(num_devices // per_host, 1) / cluster.disk_bytes_per_s,
     )
     return closed_form_goodput(scenario, CLOSING_RANKS, basis.failures)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from heapq import heappop, heappush
 
-from closeranks.facts.calibration import Calibration
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.plan.memory.estimate import MemoryEstimate, MemoryEstimator
@@ -34,7 +33,6 @@ class PlanQuestion:
     template: PlanChoice
     """The job's own choice: it gives what the space does not vary."""
     space: SearchSpace = field(default_factory=SearchSpace)
-    calibration: Calibration | None = None
     margin: float = 0.02
     """A simpler plan is preferred if a more complex one gains less than this share."""
 
@@ -93,7 +91,7 @@ class PlanEstimator:
     def __post_init__(self, shares: PlanEstimator | None) -> None:
         asked = self.question
         known = None if shares is None else shares.steps
-        self.steps = StepEstimator(asked.workload, asked.cluster, asked.calibration, shares=known)
+        self.steps = StepEstimator(asked.workload, asked.cluster, shares=known)
         self.memory = MemoryEstimator(asked.workload, asked.cluster)
 
     def plan(self, choice: PlanChoice, step: StepEstimate | None = None) -> Plan:

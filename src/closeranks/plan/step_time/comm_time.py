@@ -18,6 +18,7 @@ from closeranks.facts.communication.group_time import (
     gather_seconds,
     group_links,
     over_one_card,
+    scatter_seconds,
     send_seconds,
 )
 from closeranks.facts.layout import Layout
@@ -79,7 +80,7 @@ def tensor_seconds(shape: TransformerShape, tokens: int, choice: PlanChoice, gro
         return _NONE
     num_bytes = float(tokens) * shape.dim * _width(choice)
     if choice.sequence_parallel:
-        each = 2 * gather_seconds(num_bytes, groups.tensor)
+        each = gather_seconds(num_bytes, groups.tensor) + scatter_seconds(num_bytes, groups.tensor)
     else:
         each = all_reduce_seconds(num_bytes, groups.tensor)
     return ForwardBackward(2 * each, 2 * each)
@@ -126,6 +127,8 @@ class DataTraffic:
     gather_s: float = 0.0
     """Of one block and micro-batch under ZeRO-3, in each direction."""
     scatter_s: float = 0.0
+    shares_s: float = 0.0
+    """Of one micro-batch under ZeRO-2, which keeps no gradients but its own from one to the next."""
 
 
 def data_traffic(
@@ -142,11 +145,14 @@ def data_traffic(
     scattered = whole if layout.shard else compressed
     if layout.zero < 3:
         weights = gather_seconds(num_params * max(software.weight_bytes, least), groups.shard)
-        return DataTraffic(gather_seconds(num_params * scattered, groups.shard) + replicas, weights)
+        shares = scatter_seconds(num_params * scattered, groups.shard)
+        if layout.zero == 2 and layout.pipeline == 1:
+            return DataTraffic(replicas, weights, shares_s=shares)
+        return DataTraffic(shares + replicas, weights)
     links = over_one_card(groups.shard) if software.gathers_over_one_card else groups.shard
     return DataTraffic(
         replicas,
         0.0,
         gather_seconds(block_params * max(software.gathered_bytes, least), links),
-        gather_seconds(block_params * scattered, links),
+        scatter_seconds(block_params * scattered, links),
     )

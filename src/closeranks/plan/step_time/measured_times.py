@@ -31,6 +31,8 @@ class MeasuredTimes:
 
     def __init__(self, calibration: Calibration, num_workers: int) -> None:
         self._calibration, self._slowdown = calibration, calibration.slowdown(num_workers)
+        # A single worker has all cores, which its overheads do not use.
+        self._crowding = calibration.crowding(num_workers)
 
     def product_s(self, m: int, n: int, k: int, precision: str) -> float | None:
         return self._times(
@@ -60,14 +62,16 @@ class MeasuredTimes:
             self._calibration.optimizer_s(num_params), self._slowdown.memory * self._correction(OPTIMIZER)
         )
 
-    def overhead_s(self, num_micro: int, model_share: float) -> float | None:
+    def step_overhead_s(self) -> float | None:
+        return self._times(self._calibration.step_overhead_s, self._crowding)
+
+    def micro_overhead_s(self, model_share: float) -> float | None:
         """``model_share``: the share of the model's blocks that the worker runs for each micro-batch."""
-        step_s, micro_s = self._calibration.step_overhead_s, self._calibration.micro_batch_overhead_s
-        if step_s is None or micro_s is None:
-            return None
-        # A single worker has all cores, which its overheads do not use.
-        slowdown = max(1.0, self._slowdown.products)
-        return slowdown * (step_s + num_micro * model_share * micro_s)
+        return self._times(self._calibration.micro_batch_overhead_s, self._crowding * model_share)
+
+    def wait_s(self, compute_s: float) -> float:
+        """For the last rank, where ranks meet after they have computed for so long."""
+        return self._calibration.wait_share * compute_s
 
     def shown(self, part: str) -> float:
         """How much of the communication of a part shows in a step, relative to its estimate."""

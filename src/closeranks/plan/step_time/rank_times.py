@@ -86,10 +86,10 @@ class RankTimes:
     def _host(self, load: RankLoad) -> ForwardBackward:
         """What the host adds to one micro-batch: waits for launches, and a fixed time."""
         if measured := self._times.measured:
-            share = load.num_blocks / self._figures.num_blocks
-            once, twice = measured.overhead_s(0, share), measured.overhead_s(1, share)
-            if once is not None and twice is not None:
-                return ForwardBackward((twice - once) / 3, (twice - once) * 2 / 3)
+            found = measured.micro_overhead_s(load.num_blocks / self._figures.num_blocks)
+            if found is not None:  # what is computed again is started again
+                again = 0 if self._choice.recompute == "none" else 1
+                return ForwardBackward(found / 3, found * (2 + again) / 3)
         fixed_s = 0.0 if self._times.cluster.device.kind == "cpu" else self._software.micro_s
         blocks, waits = load.num_blocks, self._waits
         return ForwardBackward(blocks * waits.forward + fixed_s / 3, blocks * waits.backward + fixed_s * 2 / 3)

@@ -86,15 +86,18 @@ class StepParts:
     def _once_per_step(self) -> Iterator[tuple[str, float]]:
         choice = self._choice
         yield "data communication", self._data_s()
+        yield "waiting for ranks", self._wait_s()
         own = self._ranks.num_params / self._groups.num_shards
         offloaded_s = own * _OFFLOAD_BYTES / _OFFLOAD_BYTES_PER_S
         yield "optimizer", offloaded_s if choice.offload else self._times.update(own, choice.optimizer)
         yield "data", 0.0
+        yield "launches", self._num_micro * self._ranks.host_s
         yield "overhead", self._overhead_s()
 
     def _data_s(self) -> float:
         ranks, traffic = self._ranks, self._traffic
         exposed = exposed_seconds(traffic.gradients_s, ranks.seconds.backward, self._overlap) + traffic.weights_s
+        exposed += self._num_micro * exposed_seconds(traffic.shares_s, ranks.seconds.backward, self._overlap)
         if not traffic.gather_s:
             return exposed
         blocks = ranks.fullest.num_blocks
@@ -104,9 +107,14 @@ class StepParts:
         each += exposed_seconds(traffic.gather_s + traffic.scatter_s, ranks.block.backward, self._overlap)
         return exposed + self._num_micro * blocks * each
 
+    def _wait_s(self) -> float:
+        """Data ranks that are ready sooner wait for the last one."""
+        if self._choice.layout.data == 1 or self._times.measured is None:
+            return 0.0
+        return self._times.measured.wait_s(self._num_micro * both(self._ranks.seconds))
+
     def _overhead_s(self) -> float:
-        """Fixed costs, and waits for the host."""
-        step_s = 0.0 if self._times.cluster.device.kind == "cpu" else self._software.step_s
-        if self._times.measured and (found := self._times.measured.overhead_s(0, 1.0)) is not None:
-            step_s = found
-        return step_s + self._num_micro * self._ranks.host_s
+        """Once in a step."""
+        if self._times.measured and (found := self._times.measured.step_overhead_s()) is not None:
+            return found
+        return 0.0 if self._times.cluster.device.kind == "cpu" else self._software.step_s
