@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from closeranks.core.events import StepPhases
+from closeranks.core.events import RunStarted, StepPhases
 from closeranks.plan.check.measured_step import (
     COMPUTE,
     DATA_AXIS,
     OVERHEAD,
+    comparable_steps,
     measured_step,
     planned_groups,
     typical_step,
@@ -47,3 +50,15 @@ def test_every_part_falls_into_a_group() -> None:
     planned = planned_groups({"compute: products": 2.0, "recompute": 1.0, "overhead": 0.2, "something new": 0.3})
     assert planned[COMPUTE] == 3.0
     assert planned[OVERHEAD] == 0.5
+
+
+def test_steps_of_the_layout_that_a_run_had_last() -> None:
+    two, one = (RunStarted(world_size=size, layout=f"data={size}", last_step=20) for size in (2, 1))
+    both = {number: step(number, forward=1.0) for number in range(1, 9)}
+    alone = {number: step(number, forward=2.0) for number in range(6, 21)}
+    times = {0: both | alone, 1: both}
+    again = replace(two, first_step=4)
+    assert [len(own) for own in comparable_steps([two, again], times, {1, 4}).values()] == [6, 6]
+    found = comparable_steps([two, again, replace(one, first_step=6)], times, {6})
+    assert {rank: [one.step for one in own] for rank, own in found.items()} == {0: list(range(7, 20))}
+    assert comparable_steps([two], {0: both, 1: {}}) == {}

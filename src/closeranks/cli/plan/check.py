@@ -5,14 +5,17 @@ Imports no torch, unless the model is the user's own. Invariant: standard output
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from closeranks.doctor.run_facts import RunFacts
+    from closeranks.core.events import RunStarted, StepPhases
     from closeranks.facts.cluster import Cluster
+    from closeranks.facts.layout import Layout
     from closeranks.plan.check.check import CheckedFigure, PlanCheck
     from closeranks.run.job.job import Job
 
@@ -64,43 +67,49 @@ def check(
 
 def _checked(run: Path, cluster_text: str, calibration_path: Path | None) -> PlanCheck:
     from closeranks.core.errors import UserError
+    from closeranks.facts.layout import Layout
     from closeranks.plan.check.check import check_plan
-    from closeranks.plan.check.measured_step import planned_groups, typical_step
+    from closeranks.plan.check.measured_step import comparable_steps, planned_groups, typical_step
     from closeranks.plan.step_time.estimate import estimate_step
-    from closeranks.run.diagnosis import load_facts
-    from closeranks.run.job.job import load_job
+    from closeranks.run.job.job import layout_for, load_job
     from closeranks.run.job.planned import planned_choice, planned_workload
+    from closeranks.telemetry.run_log.phase_history import load_phases
     from closeranks.telemetry.run_log.run_folder import RunFolder
+    from closeranks.telemetry.run_log.run_history import load_history
 
     folder = RunFolder(run)
     if not run.is_dir() or not folder.is_run:
         raise UserError(f"{run} is not a run folder", "Name the folder that `closeranks train` printed.")
-    facts = load_facts(run)
-    if not facts.num_steps:
-        what = f"{run} has no measured step to compare: the first step and the last do not count"
+    history = load_history(run)
+    starts = [one.started for one in history.starts]
+    times = comparable_steps(starts, load_phases(run).steps, history.first_steps) if starts else {}
+    if not times:
+        what = f"{run} has no measured step to compare: the first step of each process and the last do not count"
         raise UserError(what, "Train a few more steps, with telemetry.phases on.")
-    job = load_job(folder.job).value
-    cluster = _cluster(cluster_text, facts)
+    job, started = load_job(folder.job).value, starts[-1]
+    layout = Layout.parse(started.layout) if started.layout else layout_for(job, started.world_size)
+    cluster = _cluster(cluster_text, started)
     if calibration_path:
-        cluster = _calibrated(cluster, calibration_path, "" if cluster_text else facts.started.device)
-    workload, choice = planned_workload(job), planned_choice(job, facts.started.world_size)
-    estimate = estimate_step(workload, choice, cluster)
+        cluster = _calibrated(cluster, calibration_path, "" if cluster_text else started.device)
+    choice = replace(planned_choice(job, started.world_size), layout=layout)
+    estimate = estimate_step(planned_workload(job), choice, cluster)
     return check_plan(
         planned_groups({part.name: part.seconds for part in estimate.parts}),
-        typical_step(facts.times),
-        memory=_memory(run, job, facts.started.world_size),
-        traffic=_traffic(job, facts),
+        typical_step(times),
+        memory=_memory(run, job, layout),
+        traffic=_traffic(job, layout, [own[-1] for own in times.values()]),
         is_calibrated=cluster.calibration is not None,
         is_one_host=cluster.num_hosts == 1,
     )
 
 
-def _cluster(text: str, facts: RunFacts) -> Cluster:
+def _cluster(text: str, started: RunStarted) -> Cluster:
     """The one that was named, else as many of the run's device as it had workers."""
     from closeranks.core.errors import ConfigError, Problem, UserError
     from closeranks.facts.cluster import find_cluster, parse_cluster
+    from closeranks.facts.devices import is_cpu
 
-    count, device = facts.started.world_size, "cpu" if facts.is_cpu else facts.started.device
+    count, device = started.world_size, "cpu" if is_cpu(started.device) else started.device
     if not text:
         try:
             return parse_cluster(f"{count}x{device}")
@@ -127,18 +136,17 @@ def _calibrated(cluster: Cluster, path: Path, device: str) -> Cluster:
     return calibrated(cluster, found)
 
 
-def _memory(run: Path, job: Job, num_workers: int) -> tuple[CheckedFigure, ...]:
+def _memory(run: Path, job: Job, layout: Layout) -> tuple[CheckedFigure, ...]:
     """Of the rank that holds most: its state by kind, and on an accelerator its peak."""
     from closeranks.plan.check.check import CheckedFigure
     from closeranks.plan.layouts import layout_cost
     from closeranks.run.job.describe import describe_job
-    from closeranks.run.job.job import layout_for
     from closeranks.telemetry.run_log.resource_history import load_resources
 
     measured = load_resources(run).memory
     if not measured:
         return ()
-    fullest = layout_cost(describe_job(job), layout_for(job, num_workers)).fullest
+    fullest = layout_cost(describe_job(job), layout).fullest
     rows = []
     for kind in ("parameters", "gradients", "optimizer"):
         most = max(used.kinds.get(kind, 0) for used in measured.values())
@@ -149,20 +157,18 @@ def _memory(run: Path, job: Job, num_workers: int) -> tuple[CheckedFigure, ...]:
     return tuple(rows)
 
 
-def _traffic(job: Job, facts: RunFacts) -> tuple[CheckedFigure, ...]:
+def _traffic(job: Job, layout: Layout, last_step: Sequence[StepPhases]) -> tuple[CheckedFigure, ...]:
     """Of the rank that sends most on each axis, in a step."""
     from closeranks.plan.check.check import CheckedFigure
     from closeranks.plan.layouts import layout_cost
     from closeranks.run.job.describe import describe_job
-    from closeranks.run.job.job import layout_for
 
-    cost = layout_cost(describe_job(job), layout_for(job, facts.started.world_size))
+    cost = layout_cost(describe_job(job), layout)
     rows = []
     for axis, names in (("data", ("data", "shard", "replica")), ("tensor", ("tensor",)), ("pipeline", ("pipeline",))):
         planned = max(rank.sent_on(*names) for rank in cost.ranks)
         sent = [
-            sum(size for name, size in own[-1].sent_bytes.items() if name.partition(".")[0] in names)
-            for own in facts.times.values()
+            sum(size for name, size in own.sent_bytes.items() if name.partition(".")[0] in names) for own in last_step
         ]
         if planned or any(sent):
             rows.append(CheckedFigure(f"{axis} axis", planned, max(sent)))

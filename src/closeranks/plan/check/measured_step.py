@@ -7,12 +7,12 @@ no plan contains (saves, evaluations, compiling) is kept apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from closeranks.core import phases
-from closeranks.core.events import StepPhases
+from closeranks.core.events import RunStarted, StepPhases
 
 COMPUTE = "forward and backward"
 DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "data axis", "tensor axis", "pipeline axis"
@@ -54,6 +54,24 @@ class StepGroups:
     groups: Mapping[str, float]
     unplanned: Mapping[str, float] = field(default_factory=dict)
     """By phase: saves, evaluations and the like."""
+
+
+def comparable_steps(
+    starts: Sequence[RunStarted], times: Mapping[int, Mapping[int, StepPhases]], left_out: Collection[int] = ()
+) -> dict[int, tuple[StepPhases, ...]]:
+    """By rank, the steps in the layout that the run had last: one that lost a worker may have gone on with fewer.
+
+    ``times``: by rank, then by step. ``left_out``: steps that do not count; nor does the last one of the job."""
+    last = starts[-1]
+    since = last.first_step
+    for one in reversed(starts):
+        if (one.world_size, one.layout) != (last.world_size, last.layout):
+            break
+        since = one.first_step
+    own = {rank: steps for rank, steps in sorted(times.items()) if rank < last.world_size}
+    common = frozenset.intersection(*map(frozenset, own.values())) if own else frozenset()
+    counted = sorted(step for step in common - {*left_out, last.last_step} if step >= since)
+    return {rank: tuple(steps[step] for step in counted) for rank, steps in own.items()} if counted else {}
 
 
 def measured_step(phase_s: Mapping[str, float]) -> StepGroups:
