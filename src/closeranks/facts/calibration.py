@@ -119,6 +119,8 @@ class Calibration:
     disk_bytes_per_s: float | None = None
     op_overhead_s: float | None = None
     """What an operation costs before it computes: dispatch, and on a GPU the launch of a kernel."""
+    selective_op_s: float = 0.0
+    """What selective recompute adds to each operation of a forward that is not compiled."""
     step_overhead_s: float | None = None
     micro_batch_overhead_s: float | None = None
     wait_share: float = 0.0
@@ -274,6 +276,14 @@ _LISTS: Mapping[str, type[Any]] = {
     "collectives": CollectiveTime,
     "slowdowns": WorkerSlowdown,
 }
+_FIGURES = (
+    "disk_bytes_per_s",
+    "op_overhead_s",
+    "selective_op_s",
+    "step_overhead_s",
+    "micro_batch_overhead_s",
+    "wait_share",
+)
 _FIX = "Measure this machine anew: closeranks plan calibrate."
 _T = TypeVar("_T")
 
@@ -301,7 +311,14 @@ def parse_calibration(values: Mapping[str, Any]) -> Calibration:
         if not isinstance(rows, list):
             raise ValueError(f"{name} must be a list")
         given[name] = tuple(_row(kind, name, row) for row in rows)
-    single = ("disk_bytes_per_s", "op_overhead_s", "step_overhead_s", "micro_batch_overhead_s", "wait_share")
+    single = (
+        "disk_bytes_per_s",
+        "op_overhead_s",
+        "selective_op_s",
+        "step_overhead_s",
+        "micro_batch_overhead_s",
+        "wait_share",
+    )
     figures = {name: value for name in single if (value := given.get(name)) is not None}
     for name, value in {**figures, **given.get("corrections", {})}.items():
         if not 0 <= value <= _most(name):

@@ -59,6 +59,8 @@ def test_each_measurement_reaches_its_part() -> None:
     assert estimated(overheads).part("launches") == pytest.approx(2 * 0.1)
     again = estimated(overheads, replace(CHOICE, recompute="full"))
     assert again.part("launches") == pytest.approx(2 * 0.1 * 4 / 3), "a second forward is started, too"
+    selective = estimated(replace(overheads, selective_op_s=1e-3), replace(CHOICE, recompute="selective"))
+    assert selective.part("launches") > again.part("launches"), "it passes every operation through Python"
     assert "waiting for ranks" in changed(Calibration(wait_share=0.1))
 
 

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 import torch
 
 from closeranks.core.errors import SetupError, UserError
-from closeranks.facts.calibration import Calibration, CollectiveTime, WorkerSlowdown
+from closeranks.facts.calibration import (
+    AttentionTime,
+    Calibration,
+    CollectiveTime,
+    MemoryPassTime,
+    OptimizerTime,
+    ProductTime,
+    WorkerSlowdown,
+)
 from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import Layout
 from closeranks.lab.calibrate import kernels, workers
@@ -36,6 +44,7 @@ from closeranks.testing.world import WorldError
 _DISK_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
 _MOST_WORKERS = 8
+_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,7 @@ class _Clock:
     say: Callable[[str], None]
     ends_at: float = 0.0
 
-    def begin(self, what: str, budget_s: float) -> None:
-        self.say(what)
+    def begin(self, budget_s: float) -> None:
         self.ends_at = time.monotonic() + budget_s
 
     def is_time_left(self) -> bool:
@@ -146,24 +154,46 @@ def _one_thread() -> Iterator[None]:
 
 
 def _on_device(request: CalibrationRequest, device: torch.device, clock: _Clock) -> Calibration:
-    timer, share_s = DeviceTimer(device), request.budget_s / len(request.precisions)
+    timer, share_s = DeviceTimer(device, 0.03 / _PASSES, least_reps=1), request.budget_s / len(request.precisions)
     kind = "cpu" if device.type == "cpu" else "gpu"
     jobs = request.jobs or (gpu_jobs() if kind == "gpu" else ())
     memory_bytes = _free_bytes(device)
-    products, attention = [], []
-    for precision in request.precisions:
-        clock.begin(f"products in {precision}", 0.4 * share_s)
-        products += list(kernels.measure_products(timer, precision, products_of(kind, jobs), clock.is_time_left))
-        clock.begin(f"attention in {precision}", 0.2 * share_s)
-        attention += list(kernels.measure_attention(timer, precision, attention_of(kind, jobs), clock.is_time_left))
-    clock.begin("memory, optimizer and dispatch", 0.0)
+    products: list[ProductTime] = []
+    attention: list[AttentionTime] = []
+    memory: list[MemoryPassTime] = []
+    optimizer: list[OptimizerTime] = []
+    for number in range(_PASSES):
+        clock.say(f"products, attention, memory and optimizer, {number + 1} of {_PASSES} times")
+        for precision in request.precisions:
+            clock.begin(0.4 * share_s / _PASSES)
+            products += kernels.measure_products(timer, precision, products_of(kind, jobs), clock.is_time_left)
+            clock.begin(0.2 * share_s / _PASSES)
+            attention += kernels.measure_attention(timer, precision, attention_of(kind, jobs), clock.is_time_left)
+        memory += kernels.measure_memory(timer, memory_bytes)
+        optimizer += kernels.measure_optimizer(timer, memory_bytes)
     return Calibration(
-        products=tuple(products),
-        attention=tuple(attention),
-        memory_passes=kernels.measure_memory(timer, memory_bytes),
-        optimizer=kernels.measure_optimizer(timer, memory_bytes),
+        products=_fastest(products),
+        attention=_fastest(attention),
+        memory_passes=_fastest(memory),
+        optimizer=_fastest(optimizer),
         op_overhead_s=kernels.measure_dispatch(timer),
+        selective_op_s=kernels.measure_selective(timer),
     )
+
+
+_T = TypeVar("_T", ProductTime, AttentionTime, MemoryPassTime, OptimizerTime)
+
+
+def _fastest(measured: Iterable[_T]) -> tuple[_T, ...]:
+    """What disturbs for a moment makes one of several passes longer, and never shorter."""
+    found: dict[_T, _T] = {}
+    for one in measured:
+        times = {name: getattr(one, name) for name in ("seconds", "forward_s", "backward_s") if hasattr(one, name)}
+        shape: _T = replace(one, **dict.fromkeys(times, cast("Any", 0.0)))
+        known = found.get(shape, one)
+        best: dict[str, Any] = {name: min(seconds, getattr(known, name)) for name, seconds in times.items()}
+        found[shape] = replace(one, **best)
+    return tuple(found.values())
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -173,14 +203,19 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _slowdowns(num_cores: int, clock: _Clock) -> tuple[WorkerSlowdown, ...]:
-    clock.say("workers beside each other")
-    base = workers.measure_alone(1)
-    found = [workers.slowdown(1, base, workers.measure_alone(num_cores))]
+    """The least disturbed of several passes, as for operations."""
+    base: list[workers.LoopTimes] = []
+    found: dict[int, list[workers.LoopTimes]] = {}
     with _failures_told(clock.say):
-        for count in worker_counts(num_cores):
-            threads = max(1, num_cores // count)
-            found.append(workers.slowdown(count, base, workers.measure_together(count, threads)))
-    return tuple(found)
+        for number in range(_PASSES):
+            clock.say(f"workers beside each other, {number + 1} of {_PASSES} times")
+            base.append(workers.measure_alone(1))
+            found.setdefault(1, []).append(workers.measure_alone(num_cores))
+            for count in worker_counts(num_cores):
+                threads = max(1, num_cores // count)
+                found.setdefault(count, []).append(workers.measure_together(count, threads))
+    alone = workers.fastest(base)
+    return tuple(workers.slowdown(count, alone, workers.fastest(times)) for count, times in found.items())
 
 
 def _collectives(counts: Sequence[int], device: torch.device, clock: _Clock) -> tuple[CollectiveTime, ...]:

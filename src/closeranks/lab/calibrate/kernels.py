@@ -12,6 +12,7 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from closeranks.facts.calibration import AttentionTime, MemoryPassTime, OptimizerTime, ProductTime
 from closeranks.lab.calibrate.shapes import AttentionPlace, ProductShape
@@ -89,6 +90,19 @@ def measure_dispatch(timer: DeviceTimer) -> float:
     """An operation on a single element: what remains is dispatch, and on a GPU the launch."""
     one = torch.ones(1, device=timer.device)
     return timer.seconds(lambda: [one.add(1.0) for _ in range(20)]) / 20
+
+
+def measure_selective(timer: DeviceTimer) -> float:
+    """What selective recompute adds to an operation of the first forward, each of which passes through Python."""
+    one = torch.ones(1, device=timer.device)
+
+    def kept() -> None:
+        first, _ = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+        with first:
+            for _ in range(20):
+                one.add(1.0)
+
+    return max(0.0, timer.seconds(kept) / 20 - measure_dispatch(timer))
 
 
 def measure_optimizer(timer: DeviceTimer, memory_bytes: int) -> tuple[OptimizerTime, ...]:

@@ -23,7 +23,7 @@ from closeranks.testing.world import run_world
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "send")
 _SIZES = tuple(1 << power for power in range(10, 27, 4))
-_TURN_S = 0.5
+_TURN_S = 0.3
 """How long workers compute beside each other: a scheduler gives them turns of a few milliseconds."""
 _COLLECTIVE_S = 0.15
 _LEAST_CALLS, _MOST_CALLS = 3, 200
@@ -53,6 +53,10 @@ def measure_alone(num_threads: int) -> LoopTimes:
 def measure_together(num_workers: int, num_threads: int) -> LoopTimes:
     ranks: list[LoopTimes] = run_world(_loops_of_rank, num_workers, num_threads, timeout_s=_TIMEOUT_S)
     return LoopTimes(max(one.product_s for one in ranks), max(one.memory_s for one in ranks))
+
+
+def fastest(times: Sequence[LoopTimes]) -> LoopTimes:
+    return LoopTimes(min(one.product_s for one in times), min(one.memory_s for one in times))
 
 
 def slowdown(num_workers: int, base: LoopTimes, found: LoopTimes) -> WorkerSlowdown:

@@ -53,7 +53,7 @@ def _compression(point: ScalePoint, plan: Plan) -> list[Lever]:
     constants = frozen_constants()
     software = replace(constants.of(choice.software), compressed_bytes=_INT8_BYTES)
     compressing = replace(constants, software={**constants.software, choice.software: software})
-    other = StepEstimator(asked.workload, asked.cluster, asked.calibration, compressing).estimate(choice)
+    other = StepEstimator(asked.workload, asked.cluster, constants=compressing).estimate(choice)
     what = 'int8 gradients: sync.compress.name = "int8" (encoding not counted; checks of the loss: docs/sync.md)'
     return [Lever("compression", plan.step.seconds / other.seconds - 1, what)]
 

@@ -20,6 +20,9 @@ DATA, TENSOR, SENDS = "data communication", "tensor communication", "pipeline se
 _PASSES = 8
 """Operations among which the bytes of a block's memory-bound part are divided: a small pass fits the caches."""
 
+_FORWARD_OPERATIONS = 80
+"""Of a block."""
+
 
 def memory_bound_name(*, is_compiled: bool) -> str:
     """Under which name its correction is kept: fused operations make other passes than those that are counted."""
@@ -68,6 +71,10 @@ class MeasuredTimes:
     def micro_overhead_s(self, model_share: float) -> float | None:
         """``model_share``: the share of the model's blocks that the worker runs for each micro-batch."""
         return self._times(self._calibration.micro_batch_overhead_s, self._crowding * model_share)
+
+    def selective_s(self, num_blocks: int) -> float:
+        """What selective recompute adds to a forward of blocks that are not compiled."""
+        return self._crowding * num_blocks * _FORWARD_OPERATIONS * self._calibration.selective_op_s
 
     def wait_s(self, compute_s: float) -> float:
         """For the last rank, where ranks meet after they have computed for so long."""

@@ -89,7 +89,9 @@ class RankTimes:
             found = measured.micro_overhead_s(load.num_blocks / self._figures.num_blocks)
             if found is not None:  # what is computed again is started again
                 again = 0 if self._choice.recompute == "none" else 1
-                return ForwardBackward(found / 3, found * (2 + again) / 3)
+                is_selective = self._choice.recompute == "selective" and not self._choice.compiled
+                each_s = measured.selective_s(load.num_blocks) if is_selective else 0.0
+                return ForwardBackward(found / 3 + each_s, found * (2 + again) / 3 + each_s)
         fixed_s = 0.0 if self._times.cluster.device.kind == "cpu" else self._software.micro_s
         blocks, waits = load.num_blocks, self._waits
         return ForwardBackward(blocks * waits.forward + fixed_s / 3, blocks * waits.backward + fixed_s * 2 / 3)
