@@ -101,6 +101,8 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/membership.py
 	$(BIN)/python benchmarks/doctor.py
+	$(BIN)/python benchmarks/plan_search.py
+	$(BIN)/python benchmarks/plan_cpu.py
 
 # What we are compared with does not always agree on its dependencies with ours: it lives in a venv beside.
 PEERS := .venv-peers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,35 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     done = call("plan", "check", tmp_path)
     assert done.code == 2
     assert "is not a run folder" in done.err
+
+
+@pytest.mark.world
+def test_a_calibration_of_another_machine_is_refused(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(calibration_text(Calibration(device="Another CPU")))
+    done = call("plan", "check", run, "--calibration", path)
+    assert done.code == 2
+    assert "was measured on 'Another CPU', and the run trained on" in done.err
+
+
+def test_a_calibration_of_a_cpu_is_no_plan_for_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    path.write_text(calibration_text(Calibration(device="Some CPU")))
+    done = call("plan", ROOT / "examples" / "tiny.toml", "--cluster", "8xh100", "--calibration", path)
+    assert done.code == 2
+    assert "it was measured on another device (Some CPU) than H100" in done.err
+
+
+@pytest.mark.world
+def test_a_run_without_metrics_and_one_without_its_job(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "job.toml").write_text((run / "job.toml").read_text())
+    done = call("plan", "check", folder)
+    assert done.code == 2
+    assert "has no measured step to compare" in done.err
+    shutil.copytree(run, tmp_path / "whole")
+    (tmp_path / "whole" / "job.toml").unlink()
+    done = call("plan", "check", tmp_path / "whole")
+    assert done.code == 2
+    assert "job.toml" in done.err

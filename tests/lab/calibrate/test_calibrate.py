@@ -57,11 +57,15 @@ def test_workers_of_a_host_up_to_two_for_each_core() -> None:
     assert worker_counts(16) == (2, 8)
 
 
-def test_what_is_trained_for_a_calibration() -> None:
+def test_what_is_trained_for_a_calibration(tmp_path: Path) -> None:
     cpu = calibration_runs(TINY, "cpu", num_cores=2)
     assert [(run.num_workers, run.choice().micro_batch) for run in cpu] == [(1, 3), (2, 3), (2, 6), (2, 6)]
     assert [run.choice().layout.tensor for run in cpu] == [1, 1, 1, 2]
     assert all(run.choice().num_micro(run.workload().global_batch) == 2 for run in cpu)
+    planned = tmp_path / "planned.toml"
+    planned.write_text(TINY.read_text().replace("data = 0", "data = 2\nzero = 3"))
+    found = calibration_runs(planned, "cpu", num_cores=2)
+    assert [run.choice().layout for run in found] == [run.choice().layout for run in cpu], "whatever the job chose"
     gpu = calibration_runs(TINY, "cuda", num_cores=16)
     assert [(run.num_workers, run.choice().micro_batch) for run in gpu] == [(1, 1), (1, 3)]
 

@@ -66,12 +66,18 @@ def calibrate(
     precisions = ("bf16", "fp32") if chosen == "cuda" else ("fp32",)
     trained = tuple(path for path in jobs or () if steps and _shapes_of(path))
     request = CalibrationRequest("cuda" if chosen == "cuda" else "cpu", precisions, shapes, trained, seconds)
-    found = measure(request, lambda line: typer.echo(f"measuring {line}", err=True))
+    found = measure(
+        request, lambda line: typer.echo(line if line.startswith((" ", "not")) else f"measuring {line}", err=True)
+    )
     _write(path, calibration_text(found))
     rows = summary(found)
     width = max(map(len, rows))
     safe_echo("\n".join(f"{name:<{width}}  {words}" for name, words in rows.items()))
     safe_echo(f"\nwritten to {path}; a plan uses it by --calibration {path}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line if line.startswith((" ", "not")) else f"measuring {line}", err=True)
 
 
 def _write(path: Path, text: str | None) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from closeranks.facts.calibration import (
     WorkerSlowdown,
 )
 from closeranks.facts.cluster import parse_cluster
-from closeranks.facts.layout import Layout
+from closeranks.facts.layout import Layout, pluralize
 from closeranks.lab.calibrate import kernels, workers
 from closeranks.lab.calibrate.corrections import TrainedSteps, corrected
 from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
@@ -113,17 +113,20 @@ def calibration_runs(job: Path, device_type: str, num_cores: int) -> tuple[StepR
 def _step_run(job: Path, device_type: str, layout: Layout, micro_batch: int) -> StepRun:
     batch = (f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch * layout.data}")
     how = ("train.recompute=none", f"run.device={device_type}")
-    return StepRun(job, (f"layout={layout}", *batch, *how), layout.num_ranks)
+    # Every axis by name: the job may have chosen others.
+    axes = " ".join(f"{axis.name}={getattr(layout, axis.name)}" for axis in fields(layout))
+    return StepRun(job, (f"layout={axes}", *batch, *how), layout.num_ranks)
 
 
 def _trained(runs: Sequence[StepRun], calibration: Calibration, clock: _Clock) -> Iterator[TrainedSteps]:
     for run in runs:
-        clock.say(f"steps of {run.job.name}, {run.overrides[0]} {run.overrides[1]}")
         try:
+            choice = run.choice()
+            clock.say(f"steps of {run.job.name}, {choice.layout}, micro-batch {choice.micro_batch}")
             cluster = parse_cluster(f"{run.num_workers}x{_planned_name(calibration)}")
             measured = run_steps(run)
             clock.say(f"  {1e3 * measured.seconds:.0f} ms a step")
-            yield TrainedSteps(run.workload(), run.choice(), cluster, measured)
+            yield TrainedSteps(run.workload(), choice, cluster, measured)
         except (StepRunFailed, UserError) as error:
             clock.say(f"not measured: {error}")
 
@@ -269,7 +272,9 @@ def summary(calibration: Calibration) -> Mapping[str, str]:
         largest = max(calibration.memory_passes, key=lambda one: one.num_bytes)
         rows["memory"] = f"{largest.num_bytes / largest.seconds / 1e9:.3g} GB/s"
     for one in calibration.slowdowns:
-        rows[f"{one.num_workers} workers"] = f"products take {one.products:.2f}, memory {one.memory:.2f} times as long"
+        rows[pluralize(one.num_workers, "worker")] = (
+            f"products take {one.products:.2f}, memory {one.memory:.2f} times as long"
+        )
     for count in dict.fromkeys(one.num_ranks for one in calibration.collectives):
         own = [one for one in calibration.collectives if (one.num_ranks, one.operation) == (count, "all-reduce")]
         if own:

@@ -38,6 +38,8 @@ _KINDS = {
     "context communication": "context and expert communication",
     "expert communication": "context and expert communication",
     "data": "overhead",
+    "launches": "overhead",
+    "waiting for ranks": "data communication",
     "gathered weights": "copies of weights",
     "gathered weights of the stage": "copies of weights",
     "weights cast for products": "copies of weights",
