@@ -229,7 +229,7 @@ def weight_bytes(parameters: RankParameters, layout: Layout, settings: CostSetti
         head=size(last),
         embedding=size(first),
         is_tied=size([*first, *last]) < size(first) + size(last),
-        block=max((size([unit]) for unit in blocks), default=0),
+        block=width * max((unit.numel(layout.tensor) for unit in blocks), default=0),
         matrix=width * max(matrices, default=0),
     )
 

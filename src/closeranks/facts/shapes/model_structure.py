@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 
 Rule = tuple[str, int | None, bool]
@@ -17,7 +18,7 @@ Rule = tuple[str, int | None, bool]
 of the sequence; as in ``core.protocols.ShardingRule``, the first match counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterInfo:
     """One parameter."""
 
@@ -33,12 +34,15 @@ class ParameterInfo:
         first = self.shape[0] if self.shape else 1
         return -(-first // tensor) if self.dim == 0 else first
 
+    @cached_property
+    def _whole(self) -> int:
+        return prod(self.shape)
+
     def numel(self, tensor: int) -> int:
-        whole = prod(self.shape)
         if self.dim is None or tensor == 1:
-            return whole
+            return self._whole
         size = self.shape[self.dim]
-        return whole // size * -(-size // tensor)
+        return self._whole // size * -(-size // tensor)
 
 
 @dataclass(frozen=True, slots=True)
