@@ -16,6 +16,7 @@ from tests.cli.commands import ROOT
 TINY = ROOT / "examples" / "tiny.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_everything_of_a_cpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_TURN_S", 0.01)
