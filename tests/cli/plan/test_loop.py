@@ -15,6 +15,7 @@ TINY = ROOT / "examples" / "tiny.toml"
 FEW = ("train.steps=6", "train.eval_every=0", "train.eval_samples=3", "checkpoint.save=false", "telemetry.report=false")
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_what_a_run_shows_goes_into_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_TURN_S", 0.01)
