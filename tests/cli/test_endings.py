@@ -15,6 +15,7 @@ from tests.cli.commands import TINY, closeranks, marked_processes, started, wait
 pytestmark = pytest.mark.world
 
 LONG = ["train.steps=100000", "model.num_layers=2", "train.eval_every=0", "telemetry.log_every=1"]
+PATIENT = "agent.interrupt_s=120"  # a busy machine may not save within the default
 
 
 def workers(name: str) -> list[int]:
@@ -64,10 +65,8 @@ def test_a_killed_worker_ends_the_run_with_one_clear_report(tmp_path: Path) -> N
 
 
 def test_ctrl_c_saves_and_ends_everything(tmp_path: Path) -> None:
-    with started("train", TINY, "-n", 2, *LONG, "run.folder=run", "telemetry.report=false", cwd=tmp_path) as (
-        process,
-        name,
-    ):
+    more = ["run.folder=run", "telemetry.report=false"]
+    with started("train", TINY, "-n", 2, *LONG, PATIENT, *more, cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
@@ -108,7 +107,7 @@ def test_sigterm_drains_and_exits_cleanly(tmp_path: Path) -> None:
 
 def test_sigusr1_saves_the_same_step_of_all_ranks_and_goes_on(tmp_path: Path) -> None:
     """Until Ctrl-C, which saves once more and leaves nothing behind; ``status`` sees the run at work and afterwards."""
-    more = ["run.folder=run", "checkpoint.every=0", "telemetry.report=false"]
+    more = ["run.folder=run", "checkpoint.every=0", "telemetry.report=false", PATIENT]
     with started("train", TINY, "-n", 2, *LONG, *more, cwd=tmp_path) as (process, name):
         wait_for_line(process, "step     5/")
         told = json.loads(call("status", tmp_path / "run", "--json").out)

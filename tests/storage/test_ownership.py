@@ -22,17 +22,21 @@ from closeranks.storage.protocol import StorageError
 
 TERMS = LeaseTimes(renew_s=0.05, lease_s=0.4, poll_s=0.01)
 
-# Owns the folder, forks a child that stays and starts another program that stays, then waits to be killed.
+# Owns the folder, forks a child that stays and starts another program that stays, then waits to be killed. A fork lets
+# go of the lock when it first runs, so it has to have run.
 _OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from closeranks.storage.local import LocalStorage
 with LocalStorage(Path(sys.argv[1])).own("a run"):
+    has_run, runs = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
         os.close(1)
+        os.write(runs, b".")
         time.sleep(600)
+    os.read(has_run, 1)
     other = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
     print(child, other.pid, flush=True)
     time.sleep(600)
