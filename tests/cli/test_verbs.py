@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.cli.main import build_app
 from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import FAST, TINY, closeranks
@@ -28,6 +29,16 @@ def test_help_shows_an_example(tmp_path: Path, verb: str) -> None:
     done = (call if verb else closeranks)(*([verb] if verb else []), "--help", cwd=tmp_path)
     assert done.code == 0
     assert f"    closeranks {verb or 'train'} " in done.out
+
+
+@pytest.mark.parametrize("verb", ["ckpt", "data", "plan"])
+def test_a_command_line_that_is_built_again_costs_the_same(verb: str) -> None:
+    """Each verb is registered once in it, however many were built before in this process."""
+    for _ in range(2):
+        (group,) = build_app([verb]).registered_groups
+        assert group.typer_instance is not None
+        names = [command.name for command in group.typer_instance.registered_commands]
+        assert sorted(set(names)) == sorted(names) != []
 
 
 def test_config_prints_a_job_that_loads_back_equal(tmp_path: Path) -> None:

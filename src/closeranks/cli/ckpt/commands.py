@@ -19,10 +19,9 @@ A place is a run folder, its checkpoints folder, one checkpoint in it, or a URL 
 """
 VERBS = ("ls", "show", "verify", "diff", "export_hf", "import_hf", "convert", "prune", "policy")
 
-ckpt = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
-
 
 def register(app: typer.Typer) -> None:
+    ckpt = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
     for verb in VERBS:
         importlib.import_module(f"closeranks.cli.ckpt.{verb}").register(ckpt)
     app.add_typer(ckpt, name="ckpt", short_help="List, verify, compare, convert and prune checkpoints.")

@@ -21,10 +21,9 @@ files in place; `build` is for raw text, for tokenizing once instead of in every
 """
 VERBS = ("build", "verify", "stats", "show", "assign")
 
-data = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
-
 
 def register(app: typer.Typer) -> None:
+    data = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
     for verb in VERBS:
         importlib.import_module(f"closeranks.cli.data.{verb}").register(data)
     app.add_typer(data, name="data", short_help="Prepare, verify and inspect training data.")

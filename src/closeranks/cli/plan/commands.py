@@ -26,15 +26,14 @@ All options of the first: closeranks plan search --help
 """
 VERBS = ("search", "scale", "dry_run", "goodput", "calibrate", "check", "validate")
 
-plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
-
-@plan.callback()
 def plan_group() -> None:
     """A group, even with a single verb."""
 
 
 def register(app: typer.Typer) -> None:
+    plan = typer.Typer(cls=PlanGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
+    plan.callback()(plan_group)
     for verb in VERBS:
         importlib.import_module(f"closeranks.cli.plan.{verb}").register(plan)
     app.add_typer(plan, name="plan", short_help="Say what to expect of a run before it starts.")
