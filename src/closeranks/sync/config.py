@@ -80,6 +80,18 @@ class LocalConfig(ConfigTable):
         return self.every > 0
 
 
+class ServerConfig(ConfigTable):
+    """Parameter servers: ranks that hold the optimizer state and compute no micro-batch."""
+
+    count: int = Field(default=0, ge=0)
+    """How many of the run's ranks are servers, the last ones; each owns a part of every bucket of parameters. Workers
+    push gradients to them while backward runs, they update, and workers pull the weights. 0: there are none."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.count > 0
+
+
 class SyncConfig(ConfigTable):
     """How gradients are summed over the data ranks."""
 
@@ -97,6 +109,8 @@ class SyncConfig(ConfigTable):
     compress: CompressConfig = CompressConfig()
     local: LocalConfig = LocalConfig()
     """Local SGD and DiLoCo."""
+    server: ServerConfig = ServerConfig()
+    """Parameter servers."""
 
     @property
     def gradients(self) -> CompressConfig:

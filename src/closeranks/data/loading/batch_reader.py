@@ -72,7 +72,8 @@ class ReadPlan:
     source: DataSource
     order: SampleOrder
     schedule: BatchSchedule
-    data_rank: int = 0
+    data_rank: int | None = 0
+    """None: a rank that computes no micro-batch."""
     data_size: int = 1
     settings: ReadSettings = field(default_factory=ReadSettings)
     even: bool = False
@@ -83,6 +84,8 @@ class ReadPlan:
     """Micro-batches per step of each replica, where the replicas do not all take the same number."""
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        if self.data_rank is None:
+            return ()
         return self.schedule.assigned(step, self.data_rank, self.data_size, even=self.even, shares=self.shares)
 
     def micro_batches_from(self, step: int, worker_slice: WorkerSlice) -> Iterator[MicroBatch]:

@@ -39,7 +39,7 @@ class Loader:
         order: SampleOrder,
         schedule: BatchSchedule,
         *,
-        data_rank: int = 0,
+        data_rank: int | None = 0,
         data_size: int = 1,
         device: torch.device | None = None,
         settings: ReadSettings | None = None,

@@ -68,6 +68,7 @@ from closeranks.sync.reducers.bucket_tuning import (
     gradient_bytes,
     tune_bucket_size,
 )
+from closeranks.sync.server.roles import roles
 from closeranks.telemetry.config import TelemetryConfig
 
 
@@ -342,13 +343,14 @@ def make_batches(
     job: Job, inputs: RunInputs, schedule: BatchSchedule, groups: MeshGroups, device: torch.device, *, even: bool
 ) -> Batches:
     source, sources = inputs.source, (inputs.source, inputs.eval_source)
+    workers = roles(job.sync, groups.data.size)
     order, quarantine = order_of(job.data, as_loader_source(source), job.run.seed), Quarantine(job.data.max_bad)
     loader = Loader(
         source,
         order,
         schedule,
-        data_rank=groups.data.rank,
-        data_size=groups.data.size,
+        data_rank=workers.worker_rank(groups.data.rank),
+        data_size=workers.num_workers,
         device=device,
         settings=ReadSettings.of(job.data),
         even=even,

@@ -25,6 +25,8 @@ from closeranks.sync.collectives.reductions import ReductionFactory
 from closeranks.sync.reducers.all_reduce import AllReduceReducer
 from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
 from closeranks.sync.reducers.sharded import ShardedReducer
+from closeranks.sync.server.reducer import ServerReducer
+from closeranks.sync.server.roles import roles
 
 
 class ParameterGrouping:
@@ -72,9 +74,11 @@ def make_reducer(
     """``reduction_factory``: None for torch's own collectives; ``bucket_mib``: the size that
     ``sync.bucket_mib = "auto"`` chose."""
     sync = job.sync
+    buckets = {**sync.bucket_caps(bucket_mib)._asdict(), "overlap": sync.overlap}
+    if sync.server.is_on:
+        return ServerReducer(applied.held, groups.data, roles(sync, groups.data.size), **buckets)
     options: dict[str, Any] = {
-        **sync.bucket_caps(bucket_mib)._asdict(),
-        "overlap": sync.overlap,
+        **buckets,
         "reduction_factory": reduction_factory,
         "is_exact": partial(must_stay_uncompressed, layout),
     }

@@ -25,6 +25,7 @@ from closeranks.parallel.config import LayoutConfig
 from closeranks.run.config import RunConfig, TrainConfig
 from closeranks.sync.config import SyncConfig
 from closeranks.sync.local_sgd import replica_groups
+from closeranks.sync.server import roles as server_roles
 from closeranks.telemetry.config import TelemetryConfig
 from closeranks.telemetry.step_range import parse_step_range
 
@@ -49,7 +50,16 @@ def load_job(
     path: Path | None, overrides: Sequence[str] = (), extra: Mapping[str, Any] | None = None
 ) -> LoadedConfig[Job]:
     """Merge a job file, Python tables and the command line, in that order; raises with all problems at once."""
-    checks = (check_length, check_pairing, check_axes, check_compress, check_noise, check_replicas, check_profile)
+    checks = (
+        check_length,
+        check_pairing,
+        check_axes,
+        check_compress,
+        check_noise,
+        check_replicas,
+        check_servers,
+        check_profile,
+    )
     return load(Job, path, overrides, extra=extra, checks=checks)
 
 
@@ -161,6 +171,10 @@ def check_replicas(job: Job) -> Iterable[Problem]:
     )
 
 
+def check_servers(job: Job) -> Iterable[Problem]:
+    return server_roles.job_problems(job.sync, batch_norm=job.layout.batch_norm, noise_every=job.train.noise_every)
+
+
 def layout_for(job: Job, num_workers: int) -> Layout:
     """The layout for this many workers: ``data = 0`` takes the workers that the other axes leave."""
     table = job.layout
@@ -175,7 +189,7 @@ def layout_for(job: Job, num_workers: int) -> Layout:
         expert=table.expert,
         schedule=table.schedule,
     )
-    return replica_groups.planned_layout(job.sync, layout)
+    return server_roles.planned_layout(job.sync, replica_groups.planned_layout(job.sync, layout))
 
 
 def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = None) -> list[Problem]:
@@ -196,7 +210,8 @@ def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = 
     if job.layout.batch_norm == "sync" and -(-job.train.global_batch // micro) % layout.data:
         what = f"synchronised batch norm needs micro-batches that divide evenly among {layout.data} data ranks"
         problems.append(Problem("layout.batch_norm", what, "Change train.global_batch or train.micro_batch."))
-    return problems or list(replica_groups.layout_problems(job.sync, layout))
+    room_problems = (room.layout_problems(job.sync, layout) for room in (replica_groups, server_roles))
+    return problems or [problem for found in room_problems for problem in found]
 
 
 _SMALL_CAP, _MIN_DIVISOR, _USUAL_DIVISOR = 16, 4, 8

@@ -29,6 +29,7 @@ from closeranks.run.step.engine import Engine
 from closeranks.run.step.loss_sums import LossSums
 from closeranks.run.step.pipeline_callbacks import MicroBatchCallbacks
 from closeranks.run.step.step import seed_generators
+from closeranks.sync.server.roles import roles
 
 
 def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
@@ -119,9 +120,10 @@ def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[
     that has one less repeats the last one as padding."""
     limit = min(num_samples, context.job.train.eval_samples or num_samples)
     size, data = micro_batch_size(context.job), context.groups.data
-    count = -(-limit // size)
-    for first in range(0, count, data.size):
-        number = first + data.rank
+    workers = roles(context.job.sync, data.size)
+    rank, count = workers.worker_rank(data.rank), -(-limit // size)
+    for first in range(0, count, workers.num_workers) if rank is not None else ():
+        number = first + rank
         if number < count or is_even:
             index = min(number, count - 1)
             yield MicroBatch(0, index, index * size, min(index * size + size, limit), is_padding=number >= count)

@@ -178,7 +178,7 @@ class ShardedReducer(CompressibleReducer):
         self._scheduler = BucketScheduler(
             self.plan,
             [one.parameter for one in trained],
-            load=lambda bucket, index: self._buckets[bucket].load(index),
+            load=self._load,
             send=lambda bucket: self._send(self._buckets[bucket]),
             timing="backward" if self.needs_equal_counts else "step",
             overlap=overlap,
@@ -266,6 +266,9 @@ class ShardedReducer(CompressibleReducer):
         if factory is not None and not bucket.is_exact:
             over_shards, over_replicas = (over_shards, factory) if self._replica.size > 1 else (factory, over_replicas)
         return _Bucket(bucket, held, self._shard, over_shards, over_replicas)
+
+    def _load(self, bucket: int, index: int) -> None:
+        self._buckets[bucket].load(index)
 
     def _send(self, bucket: _Bucket) -> None:
         outgoing, bucket.outgoing = bucket.outgoing, None

@@ -1,0 +1,73 @@
+"""Which ranks of a run are parameter servers, and which jobs and layouts can have them?
+
+Servers are the last data ranks. They compute no micro-batch: each owns a shard of the optimizer state and updates it
+with what the workers push. For state, checkpoints and recovery they are data ranks of a layout with ``zero = 1`` whose
+shards all belong to the servers, so nothing else needs to know of them. Pure, without torch. Invariant: without
+``[sync.server]`` every rank is a worker, and nothing here changes or refuses anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from closeranks.core.errors import Problem
+from closeranks.facts.layout import Layout, pluralize
+from closeranks.sync.config import SyncConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The data ranks of a run: workers first, servers last."""
+
+    num_workers: int
+    num_servers: int = 0
+
+    def worker_rank(self, rank: int) -> int | None:
+        """A data rank's number among those that compute micro-batches; None: it is a server."""
+        return rank if rank < self.num_workers else None
+
+    def server_rank(self, rank: int) -> int | None:
+        """Its number among the servers; None: it is a worker."""
+        return None if rank < self.num_workers else rank - self.num_workers
+
+
+def roles(sync: SyncConfig, num_data_ranks: int) -> Roles:
+    return Roles(num_data_ranks - sync.server.count, sync.server.count)
+
+
+def planned_layout(sync: SyncConfig, layout: Layout) -> Layout:
+    """Optimizer state is on the servers: a layout without ZeRO becomes ``zero = 1``."""
+    return replace(layout, zero=1) if sync.server.is_on and layout.zero == 0 else layout
+
+
+def job_problems(sync: SyncConfig, *, batch_norm: str, noise_every: int) -> Iterator[Problem]:
+    """What is wrong with ``[sync.server]`` in a job, as far as one can tell without knowing the workers."""
+    if not sync.server.is_on:
+        return
+    if sync.local.is_on:
+        what = "with local SGD every replica has an optimizer of its own, and with servers no worker has one"
+        yield Problem("sync.server.count", what, "Set it to 0, or sync.local.every = 0.")
+    if sync.compress.name != "none":
+        what = "what workers push to servers is not compressed yet"
+        yield Problem("sync.compress.name", what, 'Set it to "none", or sync.server.count = 0.')
+    if batch_norm == "sync":
+        what = "synchronised batch norm needs all data ranks in every forward, and servers run none"
+        yield Problem("layout.batch_norm", what, 'Set it to "micro", or sync.server.count = 0.')
+    if noise_every:
+        what = "the noise scale is measured by ranks that all compute gradients, and servers compute none"
+        yield Problem("train.noise_every", what, "Set it to 0, or sync.server.count = 0.")
+
+
+def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
+    """Whether a legal layout leaves workers beside the servers, and splits nothing that servers do not split."""
+    if not sync.server.is_on:
+        return
+    if layout.zero > 1 or layout.shard or layout.num_ranks != layout.data:
+        what = "with parameter servers each worker computes with the whole model, and the servers split its state"
+        fix = "Set layout.zero = 0 and leave out layout.shard and the other axes, or set sync.server.count = 0."
+        yield Problem("layout", what, fix)
+    if layout.data <= sync.server.count:
+        servers = pluralize(sync.server.count, "server")
+        what = f"{servers} of {pluralize(layout.data, 'rank')} leave no worker: servers are counted among the ranks"
+        yield Problem("sync.server.count", what, f"Start with -n {sync.server.count + 1} or more, or set it lower.")
