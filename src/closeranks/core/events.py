@@ -124,6 +124,9 @@ class StepDone(Event):
     """decoding samples,"""
     data_collate_s: float = 0.0
     """and collating them into a batch."""
+    staleness: float = 0.0
+    """With stale or asynchronous parameter servers: how many steps of updates the weights lacked that gradients were
+    computed with, on average."""
     num_bad: int = 0
     """Bad samples of this step, over all ranks, which have no weight."""
     memory_bytes: int = 0

@@ -69,6 +69,8 @@ class Optimizer:
         frozen_from: int | None = None,
         total: Total | None = None,
     ) -> None:
+        self.rate_scale = 1.0
+        """What every rate is multiplied by, until it is set again."""
         self._frozen_from = frozen_from
         self._config = config
         self._num_steps = num_steps
@@ -110,7 +112,7 @@ class Optimizer:
         parameters that are not updated, ``gates`` those for which only the device knows: a flag each, 1 where the
         parameter is updated.
         """
-        rate = self.lr(step)
+        rate = self.lr(step) * self.rate_scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         if self._frozen_from is not None:

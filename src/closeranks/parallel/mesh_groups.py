@@ -107,6 +107,10 @@ class MeshGroups:
         parted = ([ranks[coordinate] for coordinate in coordinates] for ranks in self.mesh.groups("pipeline"))
         return self.factory.new_groups(parted)
 
+    def open_group(self, parted: Iterable[Sequence[int]]) -> RankGroup:
+        """This rank's one of further groups, which partition the ranks. A collective."""
+        return _among(self.factory, parted)
+
     def close(self) -> None:
         """Destroy every group except the world's."""
         self.factory.close()

@@ -86,10 +86,24 @@ class ServerConfig(ConfigTable):
     count: int = Field(default=0, ge=0)
     """How many of the run's ranks are servers, the last ones; each owns a part of every bucket of parameters. Workers
     push gradients to them while backward runs, they update, and workers pull the weights. 0: there are none."""
+    mode: Literal["sync", "stale", "async"] = "sync"
+    """sync: every step waits for all workers. stale: a worker may be ``bound`` steps ahead of the slowest
+    (stale-synchronous parallel). async: servers apply each push when it arrives (Downpour, Hogwild across hosts)."""
+    bound: int = Field(default=1, ge=0)
+    """stale: steps that a worker may be ahead; 0 trains as sync does. async: pushes whose answer it need not await."""
+    every: int = Field(default=32, ge=1)
+    """stale and async: steps between synchronizations of all ranks, the points of saving, evaluation and recovery."""
+    staleness_lr: bool = False
+    """stale and async: divide the learning rate of an update by 1 + its staleness in steps."""
 
     @property
     def is_on(self) -> bool:
         return self.count > 0
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether all ranks are at the same step: true without servers too."""
+        return not self.is_on or self.mode == "sync"
 
 
 class SyncConfig(ConfigTable):

@@ -47,6 +47,7 @@ from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.model_flops import ModelFlops, make_model_flops
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
+from closeranks.run.components.parameter_servers import ParameterServers
 from closeranks.run.components.resource_use import MemoryRecorder, ResourceUse
 from closeranks.run.components.step_phases import PhaseRecorder
 from closeranks.run.components.unused_parameters import UnusedParameters
@@ -177,10 +178,11 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     trained = (held.parameter for held in applied.held)
     noise = GradientNoiseScale(job.train.noise_every, trained, schedule, groups.replica_group.data, device)
     buckets = choose_bucket_size(job, layout, groups, spec, applied.held, measured_flops, device)
-    reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib)
-    quality = CompressionQuality(chosen.compression, groups.world, device, emits=world.is_lead)
-    optimizer = make_optimizer(job, layout, groups, reducer, grouping, num_steps)
     sync_schedule = SyncSchedule.from_config(job.sync, num_steps)
+    reducer = make_reducer(job, layout, groups, applied, chosen.reductions, buckets.bucket_mib, sync_schedule)
+    quality = CompressionQuality(chosen.compression, groups.world, device, emits=world.is_lead)
+    owners = open_owners(job, groups)
+    optimizer = make_optimizer(job, layout, owners, reducer, grouping, num_steps)
     step_timer = make_step_timer(job, layout, groups, reducer, device, world_group)
     context = RunContext(job, world, layout, device, groups, world_group, schedule, sync_schedule, step_timer)
     model = Model(spec, applied, precision, context, saves_trained=sync_schedule.num_fragments == 1)
@@ -194,10 +196,12 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     unused = make_unused_parameters(groups, applied, grouping, optimizer, reducer, num_steps, device)
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
     local = LocalSgd(context, model, reducer, batches) if job.sync.local.is_on else None
+    servers = ParameterServers(context, model, reducer, optimizer, owners) if job.sync.server.is_on else None
     own: list[Component | None] = [  # in the order in which the step and the state go through them
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
+        servers,
         OptimizerStep(optimizer, job.optim.name, model, reducer, unused),
         LossScaling(loss_scale, groups) if precision.scales_loss else None,
         local,
@@ -209,7 +213,8 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     ]
     components = Components(one for one in own if one is not None)
     add_recorders(components, job.telemetry, world, model, reducer, flops)
-    vote = local.vote if local else Vote(groups.world, spec.metrics, clip=job.optim.clip)
+    own_vote = local or servers
+    vote = own_vote.vote if own_vote else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, batches, vote, components)
     identity = _identity(job, inputs.source, batches)
     return BuiltRun(
@@ -264,8 +269,16 @@ def _identity(job: Job, source: DataSource, batches: Batches) -> dict[str, Any]:
     }
 
 
+def open_owners(job: Job, groups: MeshGroups) -> RankGroup:
+    """The ranks among which the optimizer's state is split: those of one replica, or the servers. Collective."""
+    if not job.sync.server.is_on:
+        return groups.replica_group.world
+    ranks, num_workers = range(groups.data.size), roles(job.sync, groups.data.size).num_workers
+    return groups.open_group([ranks[:num_workers], ranks[num_workers:]])
+
+
 def make_optimizer(
-    job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, grouping: ParameterGrouping, num_steps: int
+    job: Job, layout: Layout, owners: RankGroup, reducer: Reducer, grouping: ParameterGrouping, num_steps: int
 ) -> Optimizer:
     return Optimizer(
         reducer.parameter_shards(),
@@ -273,7 +286,7 @@ def make_optimizer(
         with_scaled_lr(job.optim, job.train.global_batch),
         num_steps=num_steps,
         frozen_from=freeze_step(job, layout, num_steps),
-        total=groups.replica_group.world.sum if layout.zero or layout.tensor > 1 else None,
+        total=owners.sum if layout.zero or layout.tensor > 1 else None,
     )
 
 

@@ -22,11 +22,16 @@ from closeranks.parallel.precision import Precision
 from closeranks.run.builder.reduction_choice import must_stay_uncompressed
 from closeranks.run.job.job import Job, micro_batch_size
 from closeranks.sync.collectives.reductions import ReductionFactory
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
 from closeranks.sync.reducers.all_reduce import AllReduceReducer
 from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
 from closeranks.sync.reducers.sharded import ShardedReducer
+from closeranks.sync.server.asynchronous import AsynchronousReducer
 from closeranks.sync.server.reducer import ServerReducer
 from closeranks.sync.server.roles import roles
+from closeranks.sync.server.stale import StaleReducer
+
+_EVERY_STEP = SyncSchedule()
 
 
 class ParameterGrouping:
@@ -70,13 +75,18 @@ def make_reducer(
     applied: DistributedModel,
     reduction_factory: ReductionFactory | None = None,
     bucket_mib: float = 0.0,
+    schedule: SyncSchedule = _EVERY_STEP,
 ) -> Reducer:
     """``reduction_factory``: None for torch's own collectives; ``bucket_mib``: the size that
     ``sync.bucket_mib = "auto"`` chose."""
     sync = job.sync
     buckets = {**sync.bucket_caps(bucket_mib)._asdict(), "overlap": sync.overlap}
     if sync.server.is_on:
-        return ServerReducer(applied.held, groups.data, roles(sync, groups.data.size), **buckets)
+        servers = applied.held, groups.data, roles(sync, groups.data.size)
+        if sync.server.mode == "sync":
+            return ServerReducer(*servers, **buckets)
+        kind = StaleReducer if sync.server.mode == "stale" else AsynchronousReducer
+        return kind(*servers, **buckets, bound=sync.server.bound, last_step=lambda step: schedule.next_sync(step) - 1)
     options: dict[str, Any] = {
         **buckets,
         "reduction_factory": reduction_factory,

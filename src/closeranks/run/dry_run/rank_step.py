@@ -99,7 +99,7 @@ def run_rank_step(
         if applied.pipeline is not None:
             applied.pipeline.channel = _KnownShapes(applied.pipeline.group, _CPU, metas)
         reducer = make_reducer(job, layout, groups, applied)
-        optimizer = make_optimizer(job, layout, groups, reducer, grouping, num_steps=1)
+        optimizer = make_optimizer(job, layout, groups.replica_group.world, reducer, grouping, num_steps=1)
         live.rest()
         sent.clear()
         report(f"running a step of {num_micro} micro-batch{'' if num_micro == 1 else 'es'}")

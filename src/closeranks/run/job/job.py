@@ -172,7 +172,13 @@ def check_replicas(job: Job) -> Iterable[Problem]:
 
 
 def check_servers(job: Job) -> Iterable[Problem]:
-    return server_roles.job_problems(job.sync, batch_norm=job.layout.batch_norm, noise_every=job.train.noise_every)
+    return server_roles.job_problems(
+        job.sync,
+        batch_norm=job.layout.batch_norm,
+        noise_every=job.train.noise_every,
+        ema=job.optim.ema,
+        precision=job.train.precision,
+    )
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:

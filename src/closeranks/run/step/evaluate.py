@@ -122,7 +122,9 @@ def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[
     size, data = micro_batch_size(context.job), context.groups.data
     workers = roles(context.job.sync, data.size)
     rank, count = workers.worker_rank(data.rank), -(-limit // size)
-    for first in range(0, count, workers.num_workers) if rank is not None else ():
+    if rank is None:
+        return
+    for first in range(0, count, workers.num_workers):
         number = first + rank
         if number < count or is_even:
             index = min(number, count - 1)

@@ -28,7 +28,8 @@ class SyncSchedule:
     @classmethod
     def from_config(cls, sync: SyncConfig, num_steps: int) -> SyncSchedule:
         local = sync.local
-        return cls(local.every, local.fragments if local.is_on else 1, num_steps)
+        every = local.every if sync.server.waits_for_all else sync.server.every
+        return cls(every, local.fragments if local.is_on else 1, num_steps)
 
     @property
     def sync_interval(self) -> int:

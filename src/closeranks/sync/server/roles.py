@@ -41,7 +41,9 @@ def planned_layout(sync: SyncConfig, layout: Layout) -> Layout:
     return replace(layout, zero=1) if sync.server.is_on and layout.zero == 0 else layout
 
 
-def job_problems(sync: SyncConfig, *, batch_norm: str, noise_every: int) -> Iterator[Problem]:
+def job_problems(
+    sync: SyncConfig, *, batch_norm: str, noise_every: int, ema: float, precision: str
+) -> Iterator[Problem]:
     """What is wrong with ``[sync.server]`` in a job, as far as one can tell without knowing the workers."""
     if not sync.server.is_on:
         return
@@ -57,6 +59,14 @@ def job_problems(sync: SyncConfig, *, batch_norm: str, noise_every: int) -> Iter
     if noise_every:
         what = "the noise scale is measured by ranks that all compute gradients, and servers compute none"
         yield Problem("train.noise_every", what, "Set it to 0, or sync.server.count = 0.")
+    if sync.server.waits_for_all:
+        return
+    if ema:
+        what = "the average is taken of the weights of a step, and workers hold those of different steps"
+        yield Problem("optim.ema", what, 'Set it to 0, or sync.server.mode = "sync".')
+    if precision == "fp16":
+        what = "the loss scale follows from the verdict on every step, which workers do not wait for"
+        yield Problem("train.precision", what, 'Use "bf16", or sync.server.mode = "sync".')
 
 
 def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:

@@ -1,0 +1,107 @@
+"""Parameter servers, as a component: the vote of ranks that do not wait for each other, and updates by single pushes.
+
+``sync.server`` moves gradients and weights. With ``mode = "sync"`` every step is one of all ranks, and this component
+only describes it. Else the vote of a step is held among the servers, from the ballots that workers send them, and all
+ranks learn its result at the next synchronization, as replicas do under Local SGD.
+
+The staleness of a step is the mean over the workers' pushes: how many steps of updates the weights lacked that a push
+was computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from closeranks.agent.detection.progress import WorkerPhase
+from closeranks.core.errors import ConfigError, Problem
+from closeranks.core.protocols import Reducer
+from closeranks.elastic.local_sgd_vote import LocalSgdVote
+from closeranks.elastic.vote import Ballot, Verdict, Vote, settle
+from closeranks.facts.layout import pluralize
+from closeranks.optim.optimizer import Optimizer
+from closeranks.parallel.process_group import RankGroup
+from closeranks.run.builder.context import RunContext
+from closeranks.run.components.component import Component
+from closeranks.run.components.model import Model
+from closeranks.sync.config import ServerConfig
+from closeranks.sync.server.asynchronous import AsynchronousReducer, PushHeader
+from closeranks.sync.server.ballots import BallotExchange
+from closeranks.sync.server.roles import Roles, roles
+from closeranks.sync.server.stale import StaleReducer
+
+_NAME = "staleness"
+
+
+class ParameterServers(Component):
+    """``vote``: the vote of this run; ``owners``: the ranks of this one's role."""
+
+    def __init__(
+        self, context: RunContext, model: Model, reducer: Reducer, optimizer: Optimizer, owners: RankGroup
+    ) -> None:
+        groups, self._config = context.groups, context.job.sync.server
+        self._context, self._optimizer = context, optimizer
+        self._roles = roles(context.job.sync, groups.data.size)
+        self._server = self._roles.server_rank(groups.data.rank)
+        self._clip = context.job.optim.clip
+        self._reducer = reducer if isinstance(reducer, StaleReducer) else None
+        self._asynchronous = reducer if isinstance(reducer, AsynchronousReducer) else None
+        self.vote = Vote(groups.world, model.spec.metrics, clip=self._clip)
+        if self._reducer is not None:
+            self.vote = LocalSgdVote(
+                BallotExchange(groups.data, self._roles, owners, self._config.bound),
+                groups.world,
+                model.spec.metrics,
+                clip=self._clip,
+                num_replica_groups=1,
+                contributes=self._server == 0,
+            )
+        if self._asynchronous is not None:
+            self._asynchronous.apply = self._apply
+        if model.statistics and not self._config.waits_for_all and any(model.statistics):
+            what = "batch norm's running statistics are averaged over all ranks in every step"
+            raise ConfigError([Problem("sync.server.mode", what, 'Set it to "sync".')])
+
+    def before_vote(self, index: int, ballot: Ballot) -> None:
+        if self._reducer is None:
+            return
+        staleness = float(self._reducer.staleness)
+        if self._asynchronous is not None:
+            if self._server is None:
+                norm = (ballot.norm_squared + 0.0 * ballot.loss).item()
+                self._asynchronous.send_header(ballot.weight.item(), norm)
+            staleness = sum(self._asynchronous.stalenesses) if self._server == 0 else 0.0
+        ballot.extra[_NAME] = torch.tensor([staleness], dtype=torch.float64)
+
+    def after_vote(self, index: int, verdict: Verdict) -> None:
+        if self._config.staleness_lr and self._reducer is not None and self._asynchronous is None:
+            staleness = verdict.extra[_NAME].item() / self._roles.num_workers
+            self._optimizer.rate_scale = 1.0 / (1.0 + staleness)
+
+    def after_update(self, index: int, verdict: Verdict) -> None:
+        self._context.step_timer.enter_phase(WorkerPhase.OUTER_STEP)  # workers wait for others in it
+
+    def voted_figures(self, extra: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+        return {_NAME: extra[_NAME][0] / self._roles.num_workers} if _NAME in extra else {}
+
+    def started(self) -> Mapping[str, Any]:
+        return {"sync": describe_servers(self._config, self._roles)}
+
+    def _apply(self, header: PushHeader, staleness: float) -> None:
+        """Update by one push, at a rate that makes the pushes of all workers together one step."""
+        assert self._asynchronous is not None
+        settled = settle(header.weight, header.norm_squared, 0.0, 1.0, self._clip)
+        taken, factor = torch.tensor(settled[:2], dtype=torch.float64)
+        stale = 1.0 + staleness if self._config.staleness_lr else 1.0
+        self._optimizer.rate_scale = 1.0 / (self._roles.num_workers * stale)
+        self._optimizer.step(header.step, self._asynchronous.gradients(), factor, taken)
+
+
+def describe_servers(config: ServerConfig, of: Roles) -> str:
+    who = f"{pluralize(of.num_workers, 'worker')} and {pluralize(of.num_servers, 'parameter server')}"
+    if config.waits_for_all:
+        return f"{who}, synchronous"
+    what = f"at most {pluralize(config.bound, 'step')} stale" if config.mode == "stale" else "asynchronous"
+    return f"{who}, {what}, synchronized every {pluralize(config.every, 'step')}"
