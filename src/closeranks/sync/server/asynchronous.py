@@ -101,9 +101,10 @@ class AsynchronousReducer(StaleReducer):
     def _apply_push(self, worker: int, header: PushHeader) -> None:
         if header.step != self._next_steps[worker]:
             raise RuntimeError(f"worker {worker} pushed step {header.step} instead of {self._next_steps[worker]}")
+        is_last = header.step == self._last_step(header.step)
         for bucket, push in zip(self._buckets, self._pushes, strict=True):
             bucket.gradient.copy_(push.take(worker, header.step))
-            if header.step < self._last_step(header.step):
+            if not is_last:
                 push.post(worker, header.step + 1)
         for shard, gradient in zip(self._parameter_shards, self._shard_gradients, strict=True):
             shard.tensor.grad = gradient
@@ -117,9 +118,12 @@ class AsynchronousReducer(StaleReducer):
         applied_at = self._applied_at[worker]
         self._applied_at[worker] = {v: at for v, at in applied_at.items() if v >= header.version}
         self._applied_at[worker][header.step + 1] = self._num_applied
-        self._sent.append(self._send_to([worker], copies=True))
+        if not is_last:
+            self._sent.append(self._send_to([worker], copies=True))
         while len(self._sent) > self._roles.num_workers * (self._bound + 1):
             self._sent.popleft().wait()
 
     def _send_version(self) -> None:
-        """Every push was answered already."""
+        """Every push was answered already, but those before a synchronization: all get the same answer to these."""
+        if self._step == self._last_step(self._step):
+            super()._send_version()

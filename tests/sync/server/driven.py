@@ -1,0 +1,98 @@
+"""Reducers with parameter servers, driven step by step in processes of their own, with delays."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from closeranks.optim.optimizer import Optimizer, freeze
+from closeranks.parallel.process_group import RankGroup
+from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
+from closeranks.sync.reducers.local_parameters import local_parameters
+from closeranks.sync.server.asynchronous import AsynchronousReducer, PushHeader
+from closeranks.sync.server.reducer import ServerReducer
+from closeranks.sync.server.roles import Roles
+from closeranks.sync.server.stale import StaleReducer
+from tests.sync.strategies import CONFIG, ONE, Odd, build, loss
+
+CAPS: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 200}
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run."""
+
+    began: list[float] = field(default_factory=list)
+    """By step: when its forward began, on the clock that all processes of a machine share."""
+    pushed: list[float] = field(default_factory=list)
+    """By step: when its gradients were complete."""
+    versions: list[int] = field(default_factory=list)
+    """By step: how many steps of updates its weights lacked."""
+    applied: list[tuple[int, float]] = field(default_factory=list)
+    """On a server of an asynchronous run: step and staleness of each push, as they came."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    synchronized: list[dict[str, Tensor]] = field(default_factory=list)
+    """The weights at each synchronization."""
+    counters: set[float] = field(default_factory=set)
+    """How many updates the optimizer counts."""
+
+
+def make(kind: str, module: nn.Module, roles: Roles, bound: int, schedule: SyncSchedule) -> ServerReducer:
+    group, held = RankGroup(dist.get_rank(), dist.get_world_size()), local_parameters(module)
+    if kind == "sync":
+        return ServerReducer(held, group, roles, **CAPS)
+    chosen = StaleReducer if kind == "stale" else AsynchronousReducer
+    return chosen(held, group, roles, **CAPS, bound=bound, last_step=lambda step: schedule.next_sync(step) - 1)
+
+
+def drive(kind: str, num_servers: int, num_steps: int, bound: int, every: int, max_delay_s: float = 0.0) -> Seen:
+    """Each worker computes micro-batch ``100 * step + rank`` in each step. Rank 0 is delayed in every third step, the
+    others at random."""
+    rank, roles = dist.get_rank(), Roles(dist.get_world_size() - num_servers, num_servers)
+    schedule, module = SyncSchedule(every, 1, num_steps), build()
+    chosen = freeze(module, CONFIG)
+    reducer = make(kind, module, roles, bound, schedule)
+    optimizer = Optimizer(reducer.parameter_shards(), chosen, CONFIG, num_steps=100)
+    factor, draw, seen = torch.tensor(0.1, dtype=torch.float64), random.Random(rank), Seen()
+    is_worker = roles.server_rank(rank) is None
+
+    def apply(header: PushHeader, staleness: float) -> None:
+        seen.applied.append((header.step, staleness))
+        optimizer.step(header.step, reducer.gradients(), factor * header.weight, ONE)
+
+    if isinstance(reducer, AsynchronousReducer):
+        reducer.apply = apply
+    for step in range(num_steps):
+        reducer.begin_step(step)
+        seen.began.append(time.monotonic())
+        seen.versions.append(reducer.staleness if isinstance(reducer, StaleReducer) else 0)
+        if is_worker:
+            time.sleep(max_delay_s * ((step % 3 == 0) if rank == 0 else draw.random()))
+            _backward(reducer, module, 100 * step + rank)
+        reducer.finish()
+        seen.pushed.append(time.monotonic())
+        if isinstance(reducer, AsynchronousReducer) and is_worker:
+            reducer.send_header(1.0, 1.0)
+        if kind != "async":
+            optimizer.step(step, reducer.gradients(), factor, ONE)
+        reducer.gather_parameters()
+        reducer.release()
+        if schedule.is_sync_step(step + 1):
+            seen.synchronized.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    seen.weights = seen.synchronized[-1]
+    seen.counters = {tensor.item() for _, key, tensor in optimizer.state_tensors() if key == "step"}
+    dist.barrier()
+    return seen
+
+
+def _backward(reducer: ServerReducer, module: Odd, number: int) -> None:
+    total = loss(module, number)
+    reducer.begin_backward(is_last=True)
+    total.backward()
+    reducer.end_backward()
