@@ -36,7 +36,7 @@ from closeranks.parallel.precision import Precision
 from closeranks.parallel.process_group import RankGroup, WorldGroup, open_world_group
 from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
 from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings
-from closeranks.run.builder.reduction_choice import choose_reduction, freeze_step
+from closeranks.run.builder.reduction_choice import ReductionChoice, choose_reduction, freeze_step
 from closeranks.run.components.batches import Batches, check_dataset_lengths
 from closeranks.run.components.component import Component, Components
 from closeranks.run.components.compression_quality import CompressionQuality, GradientCompressionQuality
@@ -186,25 +186,18 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     step_timer = make_step_timer(job, layout, groups, reducer, device, world_group)
     context = RunContext(job, world, layout, device, groups, world_group, schedule, sync_schedule, step_timer)
     model = Model(spec, applied, precision, context, saves_trained=sync_schedule.num_fragments == 1)
-    gradients = GradientSync(
-        reducer,
-        is_compressed=chosen.compression is not None,
-        recompresses_sums=chosen.recompresses_sums,
-        summary=chosen.summary,
-    )
+    gradients = make_gradient_sync(reducer, chosen)
     batches = make_batches(job, inputs, schedule, groups, device, even=reducer.needs_equal_counts)
     unused = make_unused_parameters(groups, applied, grouping, optimizer, reducer, num_steps, device)
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
-    local = LocalSgd(context, model, reducer, batches) if job.sync.local.is_on else None
-    servers = ParameterServers(context, model, reducer, optimizer, owners) if job.sync.server.is_on else None
+    strategy = make_strategy(context, model, reducer, optimizer, batches, owners)
     own: list[Component | None] = [  # in the order in which the step and the state go through them
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
-        servers,
         OptimizerStep(optimizer, job.optim.name, model, reducer, unused),
         LossScaling(loss_scale, groups) if precision.scales_loss else None,
-        local,
+        strategy,
         Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
         batches,
         noise if job.train.noise_every else None,
@@ -213,13 +206,13 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     ]
     components = Components(one for one in own if one is not None)
     add_recorders(components, job.telemetry, world, model, reducer, flops)
-    own_vote = local or servers
-    vote = own_vote.vote if own_vote else Vote(groups.world, spec.metrics, clip=job.optim.clip)
+    vote = strategy.vote if strategy else Vote(groups.world, spec.metrics, clip=job.optim.clip)
     engine = Engine(context, model, reducer, loss_scale, batches, vote, components)
-    identity = _identity(job, inputs.source, batches)
     return BuiltRun(
         engine=engine,
-        state=RunState(context, model, components, identity, local.replica if local else None),
+        state=RunState(
+            context, model, components, _identity(job, inputs.source, batches), strategy.replica if strategy else None
+        ),
         eval_source=inputs.eval_source,
         warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
         started_fields=_started(job, inputs, measured_flops, buckets),
@@ -275,6 +268,30 @@ def open_owners(job: Job, groups: MeshGroups) -> RankGroup:
         return groups.replica_group.world
     ranks, num_workers = range(groups.data.size), roles(job.sync, groups.data.size).num_workers
     return groups.open_group([ranks[:num_workers], ranks[num_workers:]])
+
+
+def make_gradient_sync(reducer: Reducer, chosen: ReductionChoice) -> GradientSync:
+    return GradientSync(
+        reducer,
+        is_compressed=chosen.compression is not None,
+        recompresses_sums=chosen.recompresses_sums,
+        summary=chosen.summary,
+    )
+
+
+def make_strategy(
+    context: RunContext,
+    model: Model,
+    reducer: Reducer,
+    optimizer: Optimizer,
+    batches: Batches,
+    owners: RankGroup,
+) -> LocalSgd | ParameterServers | None:
+    """What replaces the vote of all ranks on every step; None: nothing does."""
+    sync = context.job.sync
+    if sync.local.is_on:
+        return LocalSgd(context, model, reducer, batches)
+    return ParameterServers(context, model, reducer, optimizer, owners) if sync.server.is_on else None
 
 
 def make_optimizer(

@@ -38,6 +38,9 @@ _NAME = "staleness"
 class ParameterServers(Component):
     """``vote``: the vote of this run; ``owners``: the ranks of this one's role."""
 
+    replica = None
+    """No rank has state of its own."""
+
     def __init__(
         self, context: RunContext, model: Model, reducer: Reducer, optimizer: Optimizer, owners: RankGroup
     ) -> None:
@@ -60,7 +63,10 @@ class ParameterServers(Component):
             )
         if self._asynchronous is not None:
             self._asynchronous.apply = self._apply
-        if model.statistics and not self._config.waits_for_all and any(model.statistics):
+        if context.device.type != "cpu":
+            what = "pushes to parameter servers travel through Gloo, from the memory of the CPU"
+            raise ConfigError([Problem("sync.server.count", what, 'Set it to 0, or run.device = "cpu".')])
+        if not self._config.waits_for_all and any(model.statistics):
             what = "batch norm's running statistics are averaged over all ranks in every step"
             raise ConfigError([Problem("sync.server.mode", what, 'Set it to "sync".')])
 
