@@ -1,0 +1,193 @@
+"""Do parameter servers compute what an all-reduce does, keep their bound, and survive their own death?
+
+Three questions, on processes of this machine:
+
+    equal   four workers and two servers in synchronous mode against four workers that all-reduce, in float64
+    bound   stale-synchronous with bounds 0, 1 and 4, and asynchronous, under random delays of every worker: the rate
+            of steps, the loss, and how far ahead of the slowest a worker was, by the clock of the machine alone
+    kills   a server is killed with SIGKILL in the middle of twenty steps; the run ends in the same bits as one that
+            was left alone, and how long until the next step was finished
+
+    python benchmarks/servers.py                   about five minutes
+    python benchmarks/servers.py --only bound --steps 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from results import Spread, begin, conclude, say
+
+from closeranks import Hook, Session
+from closeranks.core.events import StepDone
+from closeranks.run.job.job import load_job
+from closeranks.testing import run_world
+
+NUM_WORKERS, NUM_SERVERS = 4, 2
+MEAN_DELAY_S = 0.08
+_JOB = Path(__file__).parents[1] / "examples" / "tiny.toml"
+_MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {"mode": "sync"},
+    "bound 0": {"mode": "stale", "bound": 0},
+    "bound 1": {"mode": "stale", "bound": 1},
+    "bound 4": {"mode": "stale", "bound": 4},
+    "asynchronous": {"mode": "async"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("equal", "bound", "kills"), help="one of the questions")
+    parser.add_argument("--steps", type=int, default=96, help="of each run with delays")
+    parser.add_argument("--kills", type=int, default=20)
+    args = parser.parse_args()
+    figures: dict[str, Any] = {}
+    met = True
+    with tempfile.TemporaryDirectory(prefix="closeranks-servers-") as folder:
+        if args.only in (None, "equal"):
+            figures["largest_difference"] = equal(Path(folder))
+            met &= figures["largest_difference"] <= 1e-9
+        if args.only in (None, "bound"):
+            figures["delays"] = {name: bounded(Path(folder, name), name, args.steps) for name in _MODES}
+            met &= all(one["furthest_ahead"] <= one["bound"] for one in figures["delays"].values() if "bound" in one)
+        if args.only in (None, "kills"):
+            figures["kills"] = killed(Path(folder), args.kills)
+            met &= figures["kills"]["is_bit_equal"] and figures["kills"]["num_recovered"] == args.kills
+    goal = "synchronous equals all-reduce to 1e-9, no bound is exceeded, killed servers change no bit"
+    conclude("servers", figures, goal, met)
+
+
+def equal(folder: Path) -> float:
+    """The largest relative difference between the losses of two runs."""
+    settings = ["train.precision=float64", "train.steps=20"]
+    plain = losses(train(folder / "plain", NUM_WORKERS, settings))
+    count = f"sync.server.count={NUM_SERVERS}"
+    served = losses(train(folder / "served", NUM_WORKERS + NUM_SERVERS, [*settings, count]))
+    found = max(abs(served[step] - loss) / loss for step, loss in plain.items())
+    say(f"largest relative difference of a loss in {len(plain)} steps: {found:.1e}")
+    return found
+
+
+class Recorder(Hook):
+    """Delays each worker's steps at random, and notes when they began and when their gradients were complete."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+        self.pushed: list[float] = []
+        self.done: list[StepDone] = []
+
+    def on_step(self, session: Session, step: StepDone) -> None:
+        self.done.append(step)
+
+    def drive(self, session: Session) -> None:
+        finish, draw = session.engine.reducer.finish, random.Random(session.world.rank)
+
+        def noted() -> None:
+            finish()
+            self.pushed.append(time.monotonic())
+
+        session.engine.reducer.finish = noted  # type: ignore[method-assign]
+        for step in session:
+            self.began.append(time.monotonic())
+            if session.world.rank < NUM_WORKERS:
+                time.sleep(draw.expovariate(1 / MEAN_DELAY_S))
+            step.run()
+
+
+def delayed(folder: Path, server: dict[str, Any], steps: int) -> tuple[list[float], list[float], list[Any], float]:
+    """One rank of a run: when its steps began and were pushed, losses and stalenesses, and the last evaluation."""
+    tables = {"sync": {"server": {"count": NUM_SERVERS, "every": steps // 3, **server}}}
+    tables["train"] = {"steps": steps, "eval_every": steps}
+    tables["checkpoint"] = {"save": False}
+    job = load_job(_JOB, extra=tables).value
+    recorder = Recorder()
+    session = Session.from_job(job, folder, [recorder])
+    recorder.drive(session)
+    evaluated = session.result.eval
+    rows = [(done.loss, done.staleness) for done in recorder.done]
+    return recorder.began, recorder.pushed, rows, evaluated.loss if evaluated else float("nan")
+
+
+def bounded(folder: Path, name: str, steps: int) -> dict[str, Any]:
+    ranks = run_world(delayed, NUM_WORKERS + NUM_SERVERS, folder, _MODES[name], steps, timeout_s=600)
+    workers = [(began, pushed) for began, pushed, _, _ in ranks[:NUM_WORKERS]]
+    began, _, rows, eval_loss = ranks[0]
+    figures: dict[str, Any] = {
+        "steps_per_s": round((steps - 1) / (max(one[1][-1] for one in workers) - began[1]), 2),
+        "staleness": round(mean(staleness for _, staleness in rows), 2),
+        "eval_loss": round(eval_loss, 4),
+        "furthest_ahead": max(ahead(workers)),
+    }
+    if "async" not in name:
+        figures["bound"] = _MODES[name].get("bound", 0)
+    say(f"{name:<14} {json.dumps(figures)}")
+    return figures
+
+
+def ahead(workers: Sequence[tuple[list[float], list[float]]]) -> Iterator[int]:
+    """At the beginning of each worker's steps: how many steps the slowest of the others was behind."""
+    for number, (began, _) in enumerate(workers):
+        others = [pushed for other, (_, pushed) in enumerate(workers) if other != number]
+        for step, at in enumerate(began):
+            yield step - min(sum(time <= at for time in pushed) for pushed in others)
+
+
+def killed(folder: Path, num_kills: int) -> dict[str, Any]:
+    steps = 3 * num_kills + 6
+    settings = [f"sync.server.count={NUM_SERVERS}", f"train.steps={steps}", "elastic.snapshot_every=1"]
+    settings += ["run.deterministic=true", "elastic.max_faults=1000", "elastic.max_host_faults=1000"]
+    size = NUM_WORKERS + NUM_SERVERS
+    kills = [
+        f"kill(rank={NUM_WORKERS + number % NUM_SERVERS}, step={3 * number + 3}, at={0.1 * (number % 8) + 0.1:.1f})"
+        for number in range(num_kills)
+    ]
+    calm = train(folder / "calm", size, settings)
+    struck = train(folder / "struck", size, [*settings, "--faults", ", ".join(kills)])
+    closed = [line for line in lines_of(struck / "metrics" / "agent.jsonl") if line["event"] == "ranks_closed"]
+    same = [path.name for path in sorted((calm / "checkpoints").glob("step-*"))][-1]
+    command = [
+        sys.executable,
+        "-m",
+        "closeranks",
+        "ckpt",
+        "diff",
+        *(str(run / "checkpoints" / same) for run in (calm, struck)),
+    ]
+    is_equal = subprocess.run(command, capture_output=True).returncode == 0 and losses(calm) == losses(struck)
+    spread = Spread.of(line["seconds"] for line in closed)
+    say(f"{len(closed)} of {num_kills} kills recovered, the next step finished after {spread.words(2)} s")
+    return {"num_recovered": len(closed), "is_bit_equal": is_equal, "seconds": spread.fields(2)}
+
+
+def train(folder: Path, size: int, settings: Sequence[str]) -> Path:
+    words = ["train", str(_JOB), "-n", str(size), f"run.folder={folder}", *settings]
+    command = [sys.executable, "-m", "closeranks", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return folder
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step; of a step that was done twice, the last."""
+    lines = lines_of(run / "metrics" / "rank-00000.jsonl")
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    begin(main)
