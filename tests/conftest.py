@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,16 @@ def _select_part(part: int, config: pytest.Config, items: list[pytest.Item]) -> 
     items[:] = [item for item in items if assigned[item.nodeid] == part]
     items.sort(key=lambda item: -seconds[parts.file_of(item.nodeid)])
     config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Of ten thousand tests hardly any becomes garbage, and looking for it takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
