@@ -60,7 +60,7 @@ class WorldError(AssertionError):
         super().__init__("\n".join(str(failure) for failure in self.failures))
 
 
-def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Call ``fn(*args)`` on every rank of a process group and return the results in rank order.
 
     Each rank is a process of its own with the default group formed (gloo, on the loopback interface), one thread, and
