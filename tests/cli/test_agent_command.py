@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import closeranks, started, wait_for_line
+from tests.cli.calling import call
+from tests.cli.commands import started, wait_for_line
 from tests.cli.fault_jobs import write_job
 
 TOKEN = "0123456789abcdef" * 4
@@ -43,7 +44,7 @@ def token(tmp_path: Path) -> Path:
 )
 def test_bad_words_are_one_sentence(tmp_path: Path, token: Path, words: tuple[str, ...], said: str) -> None:
     own = () if "--token-file" in words else ("--token-file", token)
-    done = closeranks("agent", *words, *own, cwd=tmp_path)
+    done = call("agent", *words, *own, cwd=tmp_path)
     assert done.code == 2, done.err
     assert said in done.err
     assert "Traceback" not in done.err
@@ -53,7 +54,7 @@ def test_bad_words_are_one_sentence(tmp_path: Path, token: Path, words: tuple[st
 @pytest.mark.parametrize("listen", ["10.0.0.1:99999", "lead:", "[]"])
 def test_so_is_a_place_to_listen_that_is_none(tmp_path: Path, token: Path, listen: str) -> None:
     words = ("-n", 1, "--hosts", 2, "--listen", listen, "--token-file", token)
-    done = closeranks("train", write_job(tmp_path), *words, cwd=tmp_path)
+    done = call("train", write_job(tmp_path), *words, cwd=tmp_path)
     assert done.code == 2, done.err
     assert "is not an address" in done.err
 
@@ -70,4 +71,4 @@ def test_another_version_is_refused_by_name(tmp_path: Path, token: Path) -> None
         assert "this host 99.0.0" in joined.stderr
         assert "Install the same version on all hosts" in joined.stderr
         lead.send_signal(signal.SIGINT)
-        assert lead.wait(30) == 130
+        assert lead.wait(300) == 130

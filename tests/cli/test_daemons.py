@@ -18,7 +18,13 @@ from closeranks import Hook
 
 class Daemon(Hook):
     def on_step(self, session, step):
-        if step.step != 3 or os.fork() != 0:
+        if step.step != 3:
+            return
+        has_looked, looks = os.pipe()
+        if os.fork() != 0:
+            os.close(looks)
+            os.read(has_looked, 1)  # the run ends soon, and the daemon with it
+            os.close(has_looked)
             return
         os.setsid()
         links = []
@@ -30,6 +36,7 @@ class Daemon(Hook):
         maps = [line.split()[-1] for line in open("/proc/self/maps") if "/memfd:closeranks" in line]
         found = {"pid": os.getpid(), "links": links, "maps": maps}
         Path(f"daemon-{session.world.rank}.json").write_text(json.dumps(found))
+        os.write(looks, b".")
         time.sleep(1000)
         os._exit(0)
 """

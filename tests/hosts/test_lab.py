@@ -47,7 +47,7 @@ def test_a_cut_is_silence_and_heals(lab: Lab) -> None:
     assert not first.reaches(second, timeout_s=0.3)
     assert second.is_on
     second.heal()
-    assert first.reaches(second, timeout_s=5.0)
+    assert first.reaches(second, timeout_s=60.0)
 
 
 def test_power_off_kills_everything_on_one_host(lab: Lab) -> None:
@@ -62,7 +62,7 @@ def test_power_off_kills_everything_on_one_host(lab: Lab) -> None:
     assert not first.reaches(second, timeout_s=0.3)
     second.power_on()
     assert told(second, "hostname") == "h1"
-    assert first.reaches(second, timeout_s=5.0)
+    assert first.reaches(second, timeout_s=60.0)
 
 
 def test_labs_stand_beside_one_another(lab: Lab) -> None:

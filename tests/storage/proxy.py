@@ -45,7 +45,7 @@ def pausing(reached: threading.Event, go_on: threading.Event) -> Callable[[], No
 
     def pause() -> None:
         reached.set()
-        go_on.wait(20)
+        go_on.wait(120)
 
     return pause
 

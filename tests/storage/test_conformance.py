@@ -27,7 +27,7 @@ from tests.storage import servers
 
 PART = 256 << 10
 SOON = RetryPolicy(num_tries=6, first_s=0.01, longest_s=0.05)
-TERMS = LeaseTimes(renew_s=0.2, lease_s=1.0, poll_s=0.02)
+TERMS = LeaseTimes(renew_s=0.2, lease_s=5.0, poll_s=0.02)
 
 Opener = Callable[[], Storage]
 

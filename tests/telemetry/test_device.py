@@ -33,9 +33,9 @@ def test_measuring_is_quick_and_leaves_the_random_stream_alone() -> None:
     torch.manual_seed(5)
     seconds = []
     for _ in range(3):
-        began_at = time.perf_counter()
+        began_at = time.process_time()
         measure_matmul_flops(CPU, torch.float32)
-        seconds.append(time.perf_counter() - began_at)
+        seconds.append(time.process_time() - began_at)
     assert torch.equal(torch.rand(3), expected)
     assert min(seconds) < 0.3
 

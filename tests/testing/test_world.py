@@ -135,8 +135,8 @@ def test_a_death_goes_before_its_echoes(number: signal.Signals) -> None:
 def test_a_hang_shows_where_each_rank_stands() -> None:
     started_at = time.monotonic()
     with pytest.raises(WorldError) as caught:
-        run_world(hang_on_one, 2, timeout_s=4.0)
-    assert time.monotonic() - started_at < 20.0
+        run_world(hang_on_one, 2, timeout_s=8.0)  # in which both get there
+    assert time.monotonic() - started_at < 120.0
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(0, "hung"), (1, "hung")]
     assert "in barrier" in caught.value.failures[0].detail
     assert "in wait_in_a_named_place" in caught.value.failures[1].detail

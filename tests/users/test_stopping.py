@@ -34,8 +34,8 @@ if result.folder:
 
 def test_ctrl_c_and_go_on(tmp_path: Path) -> None:
     """docs/runs.md: how a run can end. Ctrl-C saves, exits with 130, and says how to continue."""
-    with started(*LONG, "train.steps=2000", "agent.interrupt_s=30", cwd=tmp_path) as (process, _):
-        wait_for_line(process, "step     5/2000")
+    with started(*LONG, "train.steps=100000", "agent.interrupt_s=120", cwd=tmp_path) as (process, _):
+        wait_for_line(process, "step     5/")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err

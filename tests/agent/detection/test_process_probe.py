@@ -42,7 +42,7 @@ def _process(code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def _until(pid: int, state: str) -> str:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while (seen := kernel_state(pid)) != state and time.monotonic() < deadline:
         time.sleep(0.01)
     return seen
@@ -57,7 +57,7 @@ def test_a_stopped_process_is_t_and_does_not_answer() -> None:
         pidfd = os.pidfd_open(process.pid)
         started_at = time.monotonic()
         ask_for_stacks([pidfd])
-        assert time.monotonic() - started_at < 5.0
+        assert time.monotonic() - started_at < 60.0, "it never answers"
         os.close(pidfd)
 
 

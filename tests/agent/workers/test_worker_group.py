@@ -19,9 +19,9 @@ pytestmark = pytest.mark.world
 
 
 def turn_until(loop: EventLoop, is_done: Any) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while not is_done():
-        assert time.monotonic() < deadline, "nothing happened for 20 s"
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
         loop.run_once(deadline)
 
 

@@ -172,7 +172,7 @@ def test_polling_is_cheap(ends: Ends) -> None:
 
 
 def _seconds(call: Any, num_calls: int = 2000) -> float:
-    started_at = time.perf_counter()
+    started_at = time.thread_time()
     for _ in range(num_calls):
         call()
-    return (time.perf_counter() - started_at) / num_calls
+    return (time.thread_time() - started_at) / num_calls

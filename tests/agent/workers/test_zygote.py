@@ -111,7 +111,7 @@ def test_a_plan_without_a_lesson_asks_for_none(host: Host) -> None:
 
 
 def until_gone(pids: list[int], loop: EventLoop | None = None) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 120.0
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -121,7 +121,7 @@ def until_gone(pids: list[int], loop: EventLoop | None = None) -> None:
 
 def standby_of(zygote_client: ZygoteClient, loop: EventLoop) -> int:
     """The process that would take the zygote's place."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while not (
         found := [one.pid for one in psutil.Process(zygote_client.pid).children() if os.getsid(one.pid) == one.pid]
     ):
@@ -178,7 +178,7 @@ class TestSpare:
             os.kill(zygote_client.pid, signal.SIGSTOP)
             assert zygote_client.check_alive(time.monotonic() + 1e6) is None, "nobody waits for it"
             with WorkerGroup(plan, worlds_here(1, 1), zygote_client, loop, callbacks) as worker_group:
-                deadline = time.monotonic() + 20.0
+                deadline = time.monotonic() + 120.0
                 while zygote_client.error is None:
                     assert time.monotonic() < deadline
                     loop.run_once(zygote_client.check_alive(time.monotonic()))

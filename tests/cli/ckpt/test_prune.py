@@ -110,19 +110,21 @@ def test_fewer_than_two_cannot_be_asked_for(pruning: Prune) -> None:
 
 
 SAVES = """
-import select, sys, time
+import select, sys
+from time import monotonic
 from concurrent.futures import ThreadPoolExecutor
 from tests.checkpoint.saving import kinds, order, save, settings
 
-step = 0
+step, took_s = 0, 0.0
 with ThreadPoolExecutor(2) as ranks:
-    while not select.select([sys.stdin], [], [], 0.02)[0] or step < 12:  # a little training between two saves
-        step += 1
+    while not select.select([sys.stdin], [], [], took_s)[0] or step < 12:  # training between two saves, as long as one
+        step, began_at = step + 1, monotonic()
         orders = [order(step, rank, 2) for rank in range(2)]
         told = list(ranks.map(lambda one: save(one, settings(sys.argv[1], keep_last=4)), orders))
         assert "committed" in kinds(told[0]), told[0]
         assert not any("failed" in kinds(one) for one in told), told
         print(step, flush=True)
+        took_s = monotonic() - began_at
 """
 
 

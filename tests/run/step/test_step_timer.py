@@ -128,9 +128,12 @@ def test_a_compiler_that_begins_in_the_middle_is_a_phase_of_its_own() -> None:
 
 def test_the_threads_clock_stands_while_it_sleeps_and_runs_while_it_works() -> None:
     clock = ThreadClock()
-    before, started_at = clock(), time.perf_counter()
-    threading.Event().wait(0.3)
-    assert clock() - before < 0.1
+    slept = []
+    for _ in range(5):  # one that wakes on a busy machine waits for a processor, and that counts
+        before = clock()
+        threading.Event().wait(0.3)
+        slept.append(clock() - before)
+    assert min(slept) < 0.1
     before, started_at = clock(), time.perf_counter()
     while time.perf_counter() - started_at < 0.3:
         pass

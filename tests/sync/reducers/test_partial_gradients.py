@@ -23,7 +23,7 @@ def summed(is_mirrored: bool) -> list[float]:
 @pytest.mark.world
 @pytest.mark.parametrize("is_mirrored", [False, True])
 def test_ranks_may_hold_what_they_share_in_any_order(is_mirrored: bool) -> None:
-    assert run_world(summed, 2, is_mirrored, timeout_s=20) == [[3.0, 30.0, 300.0]] * 2
+    assert run_world(summed, 2, is_mirrored) == [[3.0, 30.0, 300.0]] * 2
 
 
 def of_two_formats() -> tuple[float, float]:
@@ -36,4 +36,4 @@ def of_two_formats() -> tuple[float, float]:
 
 @pytest.mark.world
 def test_formats_travel_apart_in_an_order_of_their_own() -> None:
-    assert run_world(of_two_formats, 2, timeout_s=20) == [(3.0, 11.0)] * 2
+    assert run_world(of_two_formats, 2) == [(3.0, 11.0)] * 2
