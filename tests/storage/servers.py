@@ -45,7 +45,7 @@ class Server:
         with self.log.open("ab") as log:
             environ = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "1"}
             self.process = subprocess.Popen([*dying, *self.command], stdout=log, stderr=log, env=environ)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300  # moto imports a lot, and a machine may be busy
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.command[0]} did not start: {self.log.read_text()[-2000:]}")
