@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from closeranks.facts.calibration import load_calibration
+from closeranks.facts.calibration import Calibration, load_calibration
+from closeranks.lab.calibrate import calibration_runs as calibration_runs_module
 from closeranks.lab.calibrate import workers
-from closeranks.lab.calibrate.calibrate import calibration_runs, worker_counts
+from closeranks.lab.calibrate.calibrate import worker_counts
+from closeranks.lab.calibrate.calibration_runs import calibration_runs, trained_steps
 from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
@@ -69,6 +71,25 @@ def test_what_is_trained_for_a_calibration(tmp_path: Path) -> None:
     assert [run.choice().layout for run in found] == [run.choice().layout for run in cpu], "whatever the job chose"
     gpu = calibration_runs(TINY, "cuda", num_cores=16)
     assert [(run.num_workers, run.choice().micro_batch) for run in gpu] == [(1, 1), (1, 3)]
+
+
+def test_runs_are_trained_again_in_another_order_and_a_failing_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_runs_module, "_PASSES_S", 1e9)
+    good = [StepRun(TINY, (f"layout.data={n}", "train.steps=4", "train.global_batch=4"), n, 4) for n in (1, 2)]
+    told: list[str] = []
+    found = trained_steps([good[0], StepRun(TINY, ("layout.tensor=3",), 3), good[1]], Calibration(), told.append)
+    assert [(one.cluster.num_devices, one.choice.layout.data) for one in found] == [(1, 1), (2, 2)]
+    assert all(one.measured.seconds > 0 for one in found)
+    order = [line.split(", ")[1] for line in told if line.startswith("steps") and "tensor" not in line]
+    assert order == ["data=1", "data=2", "data=2", "data=1", "data=2", "data=1"]
+    assert sum(line.startswith("not measured") for line in told) == 1
+
+
+def test_no_pass_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_runs_module, "_PASSES_S", 0.0)
+    told: list[str] = []
+    trained_steps([StepRun(TINY, ("layout.data=1", "train.global_batch=4"), 1, 4)], Calibration(), told.append)
+    assert sum(line.startswith("steps") for line in told) == 1
 
 
 def test_a_run_that_fails_says_why() -> None:

@@ -45,7 +45,7 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.", metavar="DEVICE")] = "auto",
     seconds: Annotated[
         float, typer.Option("--seconds", help="How long products and attention are measured.", min=1)
-    ] = 60.0,
+    ] = 40.0,
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Train some steps of the named jobs.")] = True,
 ) -> None:
     from closeranks.cli.terminal import safe_echo

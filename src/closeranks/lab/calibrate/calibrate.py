@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 import psutil
 import torch
 
-from closeranks.core.errors import SetupError, UserError
+from closeranks.core.errors import SetupError
 from closeranks.facts.calibration import (
     AttentionTime,
     Calibration,
@@ -29,15 +29,12 @@ from closeranks.facts.calibration import (
     ProductTime,
     WorkerSlowdown,
 )
-from closeranks.facts.cluster import parse_cluster
-from closeranks.facts.layout import Layout, pluralize
+from closeranks.facts.layout import pluralize
 from closeranks.lab.calibrate import kernels, workers
-from closeranks.lab.calibrate.corrections import TrainedSteps, corrected
-from closeranks.lab.calibrate.job_steps import StepRun, StepRunFailed, run_steps
+from closeranks.lab.calibrate.calibration_runs import calibration_runs, trained_steps
+from closeranks.lab.calibrate.corrections import corrected
 from closeranks.lab.calibrate.shapes import JobShapes, attention_of, gpu_jobs, products_of
 from closeranks.lab.calibrate.timer import DeviceTimer
-from closeranks.run.job.job import load_job
-from closeranks.run.job.planned import planned_choice
 from closeranks.telemetry.device import device_name
 from closeranks.testing.world import WorldError
 
@@ -94,45 +91,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         disk_bytes_per_s=_disk_bytes_per_s(request.disk_folder, clock),
     )
     runs = [run for path in request.job_files for run in calibration_runs(path, device.type, num_cores)]
-    return corrected(found, list(_trained(runs, found, clock)))
-
-
-def calibration_runs(job: Path, device_type: str, num_cores: int) -> tuple[StepRun, ...]:
-    """Two sizes of micro-batch; on a CPU by one worker alone, and by two that share the data or the matrices."""
-    micro = planned_choice(load_job(job).value, 1).micro_batch
-    small = max(1, micro // 2) if device_type == "cuda" else micro
-    large = micro if device_type == "cuda" else 2 * micro
-    two = min(2, num_cores) if device_type == "cpu" else 1
-    sizes = dict.fromkeys([(1, small), (two, small), (two, large)])
-    runs = [_step_run(job, device_type, Layout(workers), size) for workers, size in sizes]
-    if two > 1:
-        runs.append(_step_run(job, device_type, Layout(tensor=two), large))
-    return tuple(runs)
-
-
-def _step_run(job: Path, device_type: str, layout: Layout, micro_batch: int) -> StepRun:
-    batch = (f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch * layout.data}")
-    how = ("train.recompute=none", f"run.device={device_type}")
-    # Every axis by name: the job may have chosen others.
-    axes = " ".join(f"{axis.name}={getattr(layout, axis.name)}" for axis in fields(layout))
-    return StepRun(job, (f"layout={axes}", *batch, *how), layout.num_ranks)
-
-
-def _trained(runs: Sequence[StepRun], calibration: Calibration, clock: _Clock) -> Iterator[TrainedSteps]:
-    for run in runs:
-        try:
-            choice = run.choice()
-            clock.say(f"steps of {run.job.name}, {choice.layout}, micro-batch {choice.micro_batch}")
-            cluster = parse_cluster(f"{run.num_workers}x{_planned_name(calibration)}")
-            measured = run_steps(run)
-            clock.say(f"  {1e3 * measured.seconds:.0f} ms a step")
-            yield TrainedSteps(run.workload(), choice, cluster, measured)
-        except (StepRunFailed, UserError) as error:
-            clock.say(f"not measured: {error}")
-
-
-def _planned_name(calibration: Calibration) -> str:
-    return "cpu" if calibration.kind == "cpu" else calibration.device
+    return corrected(found, trained_steps(runs, found, clock.say))
 
 
 def worker_counts(num_cores: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Trains a few steps of a job and says where their time went: what operations measured alone do not show.
 
-Each run is a real ``closeranks train`` in a folder that is removed. Invariant: a run that fails is reported with the
-last line that it printed, and leaves nothing running.
+Each run is a session in a folder that is removed: of workers that are forked here, which start within a second or two,
+or of a ``closeranks train`` of its own, which takes ten. Invariant: a run that fails is reported with its last line,
+and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from closeranks.core.errors import UserError
 from closeranks.core.system.linux import die_with_parent
 from closeranks.plan.check.measured_step import StepGroups, typical_step
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 from closeranks.run.diagnosis import load_facts
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.job.planned import planned_choice, planned_workload
+from closeranks.run.loop import train_job
 from closeranks.telemetry.run_log.resource_history import load_resources
+from closeranks.testing.world import WorldError, run_world
 
 _QUIET = (
     "checkpoint.save=false",
@@ -69,13 +74,30 @@ class MeasuredRun:
     """Allocated on an accelerator by the rank that holds most; 0 if it was not recorded."""
 
 
-def run_steps(run: StepRun, environment: Sequence[str] = ()) -> StepGroups:
-    """``environment``: ``NAME=VALUE`` that the run gets on top of this process's."""
-    return measure_run(run, environment).step
+def run_steps(run: StepRun) -> StepGroups:
+    """In forked workers on a CPU, which share its cores evenly, as those of a command do."""
+    with tempfile.TemporaryDirectory(prefix="closeranks-steps-") as folder:
+        target = Path(folder) / "run"
+        try:
+            job = run.load()
+            threads = job.run.threads or max(1, len(os.sched_getaffinity(0)) // run.num_workers)
+            job = job.model_copy(update={"run": job.run.model_copy(update={"threads": threads})})
+            run_world(_train, run.num_workers, job.model_dump(mode="json"), target, timeout_s=_TIMEOUT_S)
+        except (UserError, WorldError) as error:
+            raise StepRunFailed((str(error).strip() or "nothing was said").splitlines()[-1]) from error
+        facts = load_facts(target)
+    if not facts.num_steps:
+        raise StepRunFailed("it recorded no steps")
+    return typical_step(facts.times)
+
+
+def _train(job: dict[str, Any], folder: Path) -> None:
+    train_job(Job.model_validate(job), folder)
 
 
 def measure_run(run: StepRun, environment: Sequence[str] = ()) -> MeasuredRun:
-    """With memory, where the job samples resources (``telemetry.sample_s``)."""
+    """By ``closeranks train``, with memory where the job samples resources (``telemetry.sample_s``). ``environment``:
+    ``NAME=VALUE`` that the run gets on top of this process's."""
     with tempfile.TemporaryDirectory(prefix="closeranks-steps-") as folder:
         target = Path(folder) / "run"
         command = [sys.executable, "-m", "closeranks", "train", str(run.job), "-n", str(run.num_workers)]

@@ -11,18 +11,22 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor, nn
 
 from closeranks.facts.calibration import AttentionTime, MemoryPassTime, OptimizerTime, ProductTime
+from closeranks.facts.shapes.llama import LlamaShape
 from closeranks.lab.calibrate.shapes import AttentionPlace, ProductShape
 from closeranks.lab.calibrate.timer import DeviceTimer
 from closeranks.models.llama.attention import attend
+from closeranks.models.llama.model import Block
+from closeranks.parallel.recompute import recompute
+from closeranks.plan.step_time.measured_times import FORWARD_OPERATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROTATED_BYTES = 16 << 20
 _MOST_COPIES = 8
 _MEMORY_BYTES = tuple(1 << power for power in range(14, 29, 2))
+_SMALL = LlamaShape(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, vocab_size=16)
 _NUM_PARAMS = (10_000, 100_000, 1_000_000, 10_000_000)
 
 
@@ -93,16 +97,18 @@ def measure_dispatch(timer: DeviceTimer) -> float:
 
 
 def measure_selective(timer: DeviceTimer) -> float:
-    """What selective recompute adds to an operation of the first forward, each of which passes through Python."""
-    one = torch.ones(1, device=timer.device)
-
-    def kept() -> None:
-        first, _ = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-        with first:
-            for _ in range(20):
-                one.add(1.0)
-
-    return max(0.0, timer.seconds(kept) / 20 - measure_dispatch(timer))
+    """What selective recompute adds to each operation of a block, in both forwards, which pass through Python: of a
+    block so small that nothing else takes long."""
+    block = Block(_SMALL, 0.0, "auto").to(timer.device)
+    for weight in block.parameters():
+        nn.init.normal_(weight, std=0.02)
+    hidden = torch.randn(1, 4, _SMALL.dim, device=timer.device, requires_grad=True)
+    angles = torch.randn(4, _SMALL.head_dim // 2, device=timer.device)
+    forward_s = timer.seconds(lambda: block(hidden, angles, angles))
+    plain_s = timer.seconds(lambda: block(hidden, angles, angles).sum().backward())
+    recompute(nn.ModuleDict({"block": block}), ["block"], "selective")
+    again_s = timer.seconds(lambda: block(hidden, angles, angles).sum().backward())
+    return max(0.0, again_s - plain_s - forward_s) / 2 / FORWARD_OPERATIONS
 
 
 def measure_optimizer(timer: DeviceTimer, memory_bytes: int) -> tuple[OptimizerTime, ...]:

@@ -93,6 +93,11 @@ def typical_step(times: Mapping[int, Sequence[StepPhases]]) -> StepGroups:
     for ranks in zip(*times.values(), strict=True):
         names = dict.fromkeys(name for one in ranks for name in one.phases)
         steps.append(measured_step({name: fmean(one.phases.get(name, 0.0) for one in ranks) for name in names}))
+    return middle_step(steps)
+
+
+def middle_step(steps: Sequence[StepGroups]) -> StepGroups:
+    """The median of several measurements of one step."""
     seconds = median(step.seconds for step in steps)
     middle = {group: median(step.groups[group] for step in steps) for group in GROUPS}
     # Medians of groups do not add up to that of the steps.

@@ -19,8 +19,7 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, OPTIMIZER = (
 DATA, TENSOR, SENDS = "data communication", "tensor communication", "pipeline sends"
 _PASSES = 8
 """Operations among which the bytes of a block's memory-bound part are divided: a small pass fits the caches."""
-
-_FORWARD_OPERATIONS = 80
+FORWARD_OPERATIONS = 80
 """Of a block."""
 
 
@@ -74,7 +73,7 @@ class MeasuredTimes:
 
     def selective_s(self, num_blocks: int) -> float:
         """What selective recompute adds to a forward of blocks that are not compiled."""
-        return self._crowding * num_blocks * _FORWARD_OPERATIONS * self._calibration.selective_op_s
+        return self._crowding * num_blocks * FORWARD_OPERATIONS * self._calibration.selective_op_s
 
     def wait_s(self, compute_s: float) -> float:
         """For the last rank, where ranks meet after they have computed for so long."""
