@@ -56,7 +56,7 @@ def trained_steps(
     measured: dict[StepRun, list[StepGroups]] = {run: [] for run in runs}
     began_at, num_passes = time.monotonic(), _PASSES if is_cpu else 1
     for number in range(num_passes):
-        for run in runs[number:] + runs[:number]:
+        for run in (*runs[number:], *runs[:number]):
             _measure(run, measured, is_cpu, say)
         measured = {run: steps for run, steps in measured.items() if steps}
         if (time.monotonic() - began_at) * (number + 2) / (number + 1) > _PASSES_S:
