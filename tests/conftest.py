@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from closeranks.core.system.environment import set_world
 from tests import parts
@@ -24,8 +24,10 @@ from tests.storage.proxy import Standing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("few", deadline=None, max_examples=25)
-settings.register_profile("many", deadline=None, max_examples=300)
+# Hypothesis also fails a test whose examples take long to draw, by the clock.
+BUSY = [HealthCheck.too_slow]
+settings.register_profile("few", deadline=None, max_examples=25, suppress_health_check=BUSY)
+settings.register_profile("many", deadline=None, max_examples=300, suppress_health_check=BUSY)
 settings.load_profile("few")
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests of Ctrl-C would wait.
