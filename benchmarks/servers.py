@@ -35,7 +35,7 @@ from closeranks.run.job.job import load_job
 from closeranks.testing import run_world
 
 NUM_WORKERS, NUM_SERVERS = 4, 2
-MEAN_DELAY_S = 0.08
+MEAN_DELAY_S = 0.2
 _JOB = Path(__file__).parents[1] / "examples" / "tiny.toml"
 _MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"mode": "sync"},
@@ -108,7 +108,7 @@ class Recorder(Hook):
 def delayed(folder: Path, server: dict[str, Any], steps: int) -> tuple[list[float], list[float], list[Any], float]:
     """One rank of a run: when its steps began and were pushed, losses and stalenesses, and the last evaluation."""
     tables = {"sync": {"server": {"count": NUM_SERVERS, "every": steps // 3, **server}}}
-    tables["train"] = {"steps": steps, "eval_every": steps}
+    tables["train"] = {"steps": steps, "eval_every": steps, "global_batch": 8, "micro_batch": 2}
     tables["checkpoint"] = {"save": False}
     job = load_job(_JOB, extra=tables).value
     recorder = Recorder()

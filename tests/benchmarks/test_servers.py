@@ -1,0 +1,14 @@
+"""The benchmark of parameter servers, on few steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.scripts import run_script
+
+pytestmark = [pytest.mark.world, pytest.mark.slow]
+
+
+def test_servers_equal_an_all_reduce_and_keep_their_bound() -> None:
+    told = run_script("servers.py", "--steps", "12", "--kills", "2")
+    assert told["met"], told
