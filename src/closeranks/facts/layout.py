@@ -97,6 +97,8 @@ class LayoutConstraints:
     has_tensor_rules: bool = False
     """Whether the model brings its own table of sharding rules: divisibility is then checked when it is built, not
     here."""
+    num_servers: int = 0
+    """Data ranks that compute no micro-batch (parameter servers)."""
 
     @property
     def num_micro(self) -> int:
@@ -135,16 +137,18 @@ def _range_problems(layout: Layout) -> Iterator[Problem]:
 
 
 def _data_problems(layout: Layout, constraints: LayoutConstraints) -> Iterator[Problem]:
-    if constraints.num_micro < layout.data:
+    num_computing = layout.data - constraints.num_servers
+    if constraints.num_micro < num_computing:
+        who = pluralize(num_computing, "worker" if constraints.num_servers else "data rank")
         what = (
-            f"{pluralize(layout.data, 'data rank')} share {pluralize(constraints.num_micro, 'micro-batch', 'es')} a "
+            f"{who} share {pluralize(constraints.num_micro, 'micro-batch', 'es')} a "
             f"step (global_batch {constraints.global_batch} / micro_batch {constraints.micro_batch}), so some would "
             "have none"
         )
-        smaller = constraints.global_batch // layout.data
+        smaller = constraints.global_batch // num_computing
         less = f", train.micro_batch = {smaller}" if smaller else ""
-        more = f"train.global_batch = {layout.data} or more" if not smaller else "a larger train.global_batch"
-        fix = f"Use data={constraints.num_micro} or fewer{less}, or {more}."
+        more = f"train.global_batch = {num_computing} or more" if not smaller else "a larger train.global_batch"
+        fix = f"Use data={constraints.num_micro + constraints.num_servers} or fewer{less}, or {more}."
         yield Problem("layout.data", what, fix)
 
 

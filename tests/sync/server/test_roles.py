@@ -68,6 +68,14 @@ def test_a_job_that_servers_do_not_fit(server: dict[str, Any], tables: dict[str,
     assert [problem.place for problem in found.value.problems] == [key]
 
 
+def test_servers_need_no_micro_batch() -> None:
+    few = {"steps": 10, "global_batch": 4, "micro_batch": 1}
+    assert not check_workers(job({"count": 2}, train=few), 6)
+    (problem,) = check_workers(job({"count": 2}, train=few), 7)
+    assert problem.what.startswith("5 workers share 4 micro-batches")
+    assert problem.fix.startswith("Use data=6 or fewer")
+
+
 def test_a_smaller_run_keeps_its_servers() -> None:
     asked = job({"count": 2}, layout={"data": 6})
     resized = resize_job(asked, 4, 6)

@@ -208,7 +208,7 @@ def check_workers(job: Job, num_workers: int, needs: LayoutConstraints | None = 
         what = f"the layout takes {pluralize(layout.num_ranks, 'worker')}, but {num_workers} {verb} asked for"
         problems.append(Problem("layout", what, f"Start with -n {layout.num_ranks}, or change the layout."))
     micro = micro_batch_size(job)
-    needs = needs or layout_constraints(job, micro)
+    needs = replace(needs, num_servers=job.sync.server.count) if needs else layout_constraints(job, micro)
     problems += legal_problems(layout, needs)
     if problems:
         advice = nearest_layout_hint(layout, needs, num_workers)
@@ -235,6 +235,7 @@ def micro_batch_size(job: Job) -> int:
 
 
 def layout_constraints(job: Job, micro_batch: int) -> LayoutConstraints:
-    return job.model.layout_constraints(
+    needs = job.model.layout_constraints(
         seq_len=job.data.seq_len, global_batch=job.train.global_batch, micro_batch=micro_batch
     )
+    return replace(needs, num_servers=job.sync.server.count)
