@@ -18,7 +18,7 @@ class FaultLimits:
     """It is declared hung when a phase takes this many times its longest recent duration."""
     first_s: float = 600.0
     """The deadline of a phase that has not been seen yet."""
-    stragglers: Literal["report", "evict", "off"] = "report"
+    stragglers: Literal["report", "rebalance", "evict", "off"] = "report"
     slow_ratio: float = 1.5
     """A worker that takes this many times the median of the others counts as slow."""
     slow_steps: int = 20

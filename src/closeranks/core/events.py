@@ -370,6 +370,21 @@ class SlowRank(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SharesChanged(Event):
+    """From the next step on, slower workers take fewer micro-batches of each step, or more again."""
+
+    name: ClassVar[str] = "shares"
+    step: int = 0
+    """The last step with the shares before."""
+    of: str = "data rank"
+    """What has a share: ``data rank``, or ``replica`` with local SGD."""
+    shares: list[int] = field(default_factory=list)
+    """Micro-batches of a step that each takes,"""
+    before: list[int] = field(default_factory=list)
+    """and that it took until now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compressed(Event):
     """The error that compression caused in one step's gradient, measured on a sample of its values."""
 
@@ -430,7 +445,7 @@ _EVENTS: dict[str, type[Event]] = {
         *(RunStarted, FlopsCounted, StepDone, StepPhases, Resources, MemoryUsed, Evaluated),
         *(Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
         *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen, Standstill),
-        *(Launched, LaunchEnded),
+        *(SharesChanged, Launched, LaunchEnded),
     )
 }
 

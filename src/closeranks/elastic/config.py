@@ -31,12 +31,13 @@ class ElasticConfig(ConfigTable):
     """It is declared hung when a phase of its step takes this many times its longest recent duration."""
     first_s: float = Field(default=600.0, gt=0.0)
     """The deadline of a phase that has not been seen yet: opening the data, or a first step, which may compile."""
-    stragglers: Literal["report", "evict", "off"] = "report"
-    """What to do about a worker that computes slower than the others: report it, or also replace it."""
+    stragglers: Literal["report", "rebalance", "evict", "off"] = "report"
+    """What to do about a worker that computes slower than the others: report it, also give its data rank fewer
+    micro-batches of each step, or also replace it."""
     slow_ratio: float = Field(default=1.5, gt=1.0)
     """A worker that takes this many times the median of the others counts as slow."""
     slow_steps: int = Field(default=20, ge=1)
-    """For how many steps in a row it must be slow."""
+    """For how many steps in a row it must be slow. With "rebalance", also the steps between two decisions."""
     max_faults: int = Field(default=20, ge=0)
     """The run recovers from this many faults within ``fault_window_s``; one more ends it."""
     fault_window_s: float = Field(default=3600.0, gt=0.0)

@@ -15,6 +15,7 @@ from closeranks.core.events import (
     RunEnded,
     RunStarted,
     Saved,
+    SharesChanged,
     SlowRank,
     Snapshotting,
     Standstill,
@@ -262,6 +263,14 @@ def test_events_about_faults_are_one_line_each() -> None:
     assert event_lines.slow_line(SlowRank(2, "b", 50, 1.83, 0.33, 0.18)) == (
         "rank 2 on b is slow at step 50: 1.8 times the others (0.3 s a micro-batch, the others 0.2 s)"
     )
+    assert event_lines.shares_line(SharesChanged(20, "data rank", [10, 10, 10, 2], [8, 8, 8, 8])) == (
+        "from step 21 on data rank 3 takes 2 of 32 micro-batches instead of 8, data ranks 0 to 2 take 10 instead of 8"
+    )
+    assert event_lines.shares_line(SharesChanged(8, "replica", [3, 4, 4, 1], [3, 3, 3, 3])) == (
+        "from step 9 on replica 3 takes 1 of 12 micro-batches instead of 3, replicas 1, 2 take 4 instead of 3"
+    )
+    many = SharesChanged(1, "data rank", [1, 9, 8, 7, 6], [6, 5, 5, 5, 5])
+    assert event_lines.shares_line(many).endswith("data rank 2 takes 8 instead of 5, and 2 others change")
     assert event_lines.host_line(HostChanged("b", "joined", "", 2)) == "host b joined with 2 workers"
     assert event_lines.host_line(HostChanged("b", "quarantined", "5 faults in an hour")) == (
         "host b is quarantined: 5 faults in an hour"

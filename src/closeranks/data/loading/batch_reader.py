@@ -81,7 +81,7 @@ class ReadPlan:
     known: Mapping[int, BadSample] = field(default_factory=dict)
     """Samples that are in quarantine when reading starts."""
     shares: tuple[int, ...] = ()
-    """Micro-batches per step of each replica, where the replicas do not all take the same number."""
+    """Micro-batches per step of each replica or data rank, where they do not all take the same number."""
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         if self.data_rank is None:

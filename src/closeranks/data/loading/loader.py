@@ -67,15 +67,21 @@ class Loader:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Micro-batches per step of each replica; empty: the same number for all."""
+        """Micro-batches per step of each replica or data rank; empty: the same number for all."""
         return self._plan.shares
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        return self._plan.schedule
 
     def assigned(self, step: int) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches of a step."""
         return self._plan.assigned(step)
 
     def set_shares(self, shares: tuple[int, ...]) -> None:
-        """Use these shares from now on. What was prefetched with other shares is read again."""
+        """Use these shares from now on, unless they are of steps of another length. What was prefetched with other
+        shares is read again."""
+        shares = shares if sum(shares) == self._plan.schedule.micro_batches_per_step else ()
         before, self._plan = self._plan.shares, replace(self._plan, shares=shares)
         if self._next is not None and shares != before:
             self.start(self._next)

@@ -83,6 +83,11 @@ class BatchSchedule:
             return reached
         return min(reached, max(self.total_samples, self.ends[-1].position if self.ends else 0))
 
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Of a step of full length."""
+        return -(-self.global_batch // self.micro_batch)
+
     def num_micro_batches(self, step: int) -> int:
         return -(-(self.position(step + 1) - self.position(step)) // self.micro_batch)
 

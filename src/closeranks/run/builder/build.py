@@ -48,6 +48,7 @@ from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.model_flops import ModelFlops, make_model_flops
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
 from closeranks.run.components.parameter_servers import ParameterServers
+from closeranks.run.components.rebalancing import Rebalancing
 from closeranks.run.components.resource_use import MemoryRecorder, ResourceUse
 from closeranks.run.components.step_phases import PhaseRecorder
 from closeranks.run.components.unused_parameters import UnusedParameters
@@ -199,6 +200,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
         LossScaling(loss_scale, groups) if precision.scales_loss else None,
         strategy,
         Ema(job.optim.ema, model, reducer) if job.optim.ema else None,
+        Rebalancing(context, batches) if batches.num_shares and strategy is None else None,
         batches,
         noise if job.train.noise_every else None,
         GradientCompressionQuality(quality, reducer) if quality.plan else None,
@@ -214,7 +216,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
             context, model, components, _identity(job, inputs.source, batches), strategy.replica if strategy else None
         ),
         eval_source=inputs.eval_source,
-        warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps)),
+        warnings=(*applied.warnings, *_warnings(job, world, layout, num_steps, device)),
         started_fields=_started(job, inputs, measured_flops, buckets),
     )
 
@@ -232,7 +234,7 @@ def _started(job: Job, inputs: RunInputs, measured_flops: float, buckets: Bucket
     }
 
 
-def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterator[str]:
+def _warnings(job: Job, world: World, layout: Layout, num_steps: int, device: torch.device) -> Iterator[str]:
     """Warnings about the choices that were made."""
     yield from filter(
         None,
@@ -241,6 +243,7 @@ def _warnings(job: Job, world: World, layout: Layout, num_steps: int) -> Iterato
             tensor_axis_warning(layout, _hosts_of(world)),
             profile_warning(job, num_steps),
             zero_warning(job, layout),
+            rebalance_warning(job, layout, device),
         ),
     )
 
@@ -396,8 +399,16 @@ def make_batches(
         sources=opened,
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
-        is_balanced=replica_groups.is_balanced(job.sync, groups.replica_group.count),
+        num_shares=_num_shares(job, groups),
     )
+
+
+def _num_shares(job: Job, groups: MeshGroups) -> int:
+    """Among how many replicas or data ranks micro-batches are divided by speed; 0: evenly."""
+    if job.elastic.stragglers == "rebalance":
+        return groups.data.size if groups.data.size > 1 else 0
+    count = groups.replica_group.count
+    return count if replica_groups.is_balanced(job.sync, count) else 0
 
 
 def zero_warning(job: Job, layout: Layout) -> str:
@@ -407,3 +418,17 @@ def zero_warning(job: Job, layout: Layout) -> str:
         f"layout.zero = {job.layout.zero} shards state over data ranks; with one data rank it has no effect: "
         "use zero = 0, or more workers"
     )
+
+
+def rebalance_warning(job: Job, layout: Layout, device: torch.device) -> str:
+    """Where ``elastic.stragglers = "rebalance"`` can do nothing."""
+    if job.elastic.stragglers != "rebalance":
+        return ""
+    if layout.data == 1:
+        return "elastic.stragglers = 'rebalance' has no effect with one data rank: use 'report', or more data ranks"
+    if device.type == "cuda" and (layout.zero == 3 or layout.tensor * layout.pipeline > 1):
+        what = "on this device a rank's own time cannot be told from waiting for others inside the forward"
+        return (
+            f"elastic.stragglers = 'rebalance' has no effect: {what}. Use zero = 0 to 2 without other axes, or 'evict'"
+        )
+    return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from closeranks.core.errors import DataError, SetupError
-from closeranks.core.events import Event, Warned
+from closeranks.core.events import Event, SharesChanged, Warned
 from closeranks.core.system.append_file import AppendFile
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.loading.loader import Loader
@@ -26,6 +26,7 @@ from closeranks.elastic.vote import Ballot
 from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.run.components.component import Component
 from closeranks.run.state.saved_state import SavedState
+from closeranks.sync.balance import even_shares
 from closeranks.telemetry.run_log.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ class Batches(Component):
     must_agree: bool = False
     """Whether ranks that work on the same micro-batches must check that they found the same bad samples: if they
     differed, a collective would hang."""
-    is_balanced: bool = False
-    """Whether slower replicas may get fewer micro-batches."""
-    _warnings: dict[int, str] = field(default_factory=dict)
+    num_shares: int = 0
+    """Among how many data ranks (with local SGD, replicas) micro-batches are divided by speed; 0: always evenly."""
+    _changes: dict[int, SharesChanged] = field(default_factory=dict)
+    """By the step after which shares changed, until that is reported."""
     _times: StageTimes = field(default_factory=StageTimes)
     _waited_s: float = 0.0
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
@@ -125,8 +127,8 @@ class Batches(Component):
         """If the vote of a step counted bad samples, gather which ones they are, warn, and stop if there are too
         many."""
         done = entry.done
-        if (warning := self._warnings.pop(done.step, "")) and self.rank == 0:
-            emit(Warned(warning, done.step))
+        if (change := self._changes.pop(done.step, None)) and self.rank == 0:
+            emit(change)
         if not done.num_bad:
             return
         own = json.dumps([sample.to_json() for sample in self._found.pop(done.step - 1, ())])
@@ -144,23 +146,28 @@ class Batches(Component):
         return self.order.signature
 
     def set_shares(self, shares: tuple[int, ...], step: int) -> None:
-        """Called on all ranks, after ``step``: sets how many micro-batches each replica takes from now on."""
-        before = self.loader.shares
-        self.loader.set_shares(shares)
+        """Called on all ranks, after ``step``: sets how many micro-batches each takes from now on."""
+        before, of = self.current_shares, "replica" if self.groups.replica_group.count > 1 else "data rank"
         if shares != before:
-            split = "+".join(map(str, shares))
-            self._warnings[step] = f"replicas split the micro-batches of a step {split} from now on, by their speed"
+            self.loader.set_shares(shares)
+            self._changes[step] = SharesChanged(step, of, list(shares), list(before))
+
+    @property
+    def current_shares(self) -> tuple[int, ...]:
+        """Micro-batches that each of ``num_shares`` takes of a step of full length."""
+        num_micro, width = self.loader.schedule.micro_batches_per_step, self.groups.data.size // self.num_shares
+        return self.loader.shares or even_shares(num_micro, self.num_shares, width)
 
     def tree(self) -> dict[str, Any]:
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
         return {"data": {"quarantine": self.quarantine.state(), **shares}}
 
     def restore(self, saved: SavedState) -> None:
-        """Saved shares are ignored if the number of replicas differs or this run does not balance by speed."""
+        """Saved shares are ignored if this run has another number of them or does not balance by speed."""
         state = saved.tree.get("data", {})
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
-        self.loader.set_shares(shares if self.is_balanced and len(shares) == self.groups.replica_group.count else ())
+        self.loader.set_shares(shares if len(shares) == self.num_shares else ())
 
     def _agree(self, loaded: Sequence[LoadedBatch], step: int) -> None:
         """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged

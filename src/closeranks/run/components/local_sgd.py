@@ -41,11 +41,11 @@ from closeranks.run.components.gradient_sync import error_feedback_state
 from closeranks.run.components.model import Model, make_state_tensor
 from closeranks.run.job.job import Job
 from closeranks.run.state.saved_state import MODEL, SYNC, ReplicaIndex, SavedState
+from closeranks.sync.balance import rebalanced
 from closeranks.sync.collectives.reductions import ReductionFactory, plain_reductions
 from closeranks.sync.compress.build import compressed_reductions
 from closeranks.sync.compress.compressed_reduction import CompressionSchedule
 from closeranks.sync.config import LocalConfig
-from closeranks.sync.local_sgd.balance import even_shares, rebalanced
 from closeranks.sync.local_sgd.outer_step import OuterOptimizer, OuterSgd
 from closeranks.sync.local_sgd.sync_schedule import assign_fragments
 
@@ -93,7 +93,7 @@ class LocalSgd(Component):
         self._quality.measure(step, step, self.outer.compression_errors)
         for statistics in self._model.statistics:
             statistics.average(replica_group.across_groups)
-        if self._batches.is_balanced and step < context.schedule.num_steps:
+        if self._batches.num_shares and step < context.schedule.num_steps:
             self._rebalance(step)
 
     def settled(self, entry: StepResult, emit: Callable[[Event], None]) -> None:
@@ -111,16 +111,13 @@ class LocalSgd(Component):
     def _rebalance(self, step: int) -> None:
         """Collective. Divides micro-batches by the time that each rank took for one since the last call; a replica is
         as slow as its slowest rank."""
-        context, loader = self._context, self._batches.loader
+        context, batches = self._context, self._batches
         replica_group, world = context.groups.replica_group, context.groups.world
         measured = torch.zeros(replica_group.count, world.size, dtype=torch.float64, device=context.device)
         measured[replica_group.number, world.rank] = context.step_timer.pop_compute_s()
         seconds = world.sum(measured).amax(1).tolist()
         width = context.groups.data.size // replica_group.count
-        shares = loader.shares or even_shares(context.schedule.num_micro_batches(0), replica_group.count, width)
-        now = rebalanced(shares, seconds, width)
-        if now != shares:
-            self._batches.set_shares(now, step)
+        batches.set_shares(rebalanced(batches.current_shares, seconds, width), step)
 
     # State
 

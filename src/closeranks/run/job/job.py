@@ -58,6 +58,7 @@ def load_job(
         check_noise,
         check_replicas,
         check_servers,
+        check_rebalance,
         check_profile,
     )
     return load(Job, path, overrides, extra=extra, checks=checks)
@@ -179,6 +180,26 @@ def check_servers(job: Job) -> Iterable[Problem]:
         ema=job.optim.ema,
         precision=job.train.precision,
     )
+
+
+def check_rebalance(job: Job) -> Iterable[Problem]:
+    """Whether data ranks may take different numbers of micro-batches."""
+    if job.elastic.stragglers != "rebalance":
+        return
+    layout, place = job.layout, "elastic.stragglers"
+    if layout.zero >= 2 and layout.hold != "step":
+        verb = "gathers weights and reduces gradients" if layout.zero == 3 else "reduces gradients"
+        what = f"zero = {layout.zero} {verb} over all data ranks in every micro-batch, so none can take fewer"
+        yield Problem(place, what, 'Set layout.hold = "step", or layout.zero = 1, or use "evict".')
+    if layout.batch_norm == "sync":
+        what = "synchronised batch norm needs all data ranks in every forward, so none can take fewer micro-batches"
+        yield Problem(place, what, 'Set layout.batch_norm = "micro", or use "evict".')
+    if job.sync.local.is_on:
+        what = "with local SGD data ranks do not wait for each other in every step"
+        yield Problem(place, what, "Set sync.local.balance = true instead: it divides micro-batches over replicas.")
+    if job.sync.server.is_on:
+        what = "with parameter servers it is the mode that says whether workers wait for a slow one"
+        yield Problem(place, what, 'Set sync.server.mode = "stale" instead, or use "evict".')
 
 
 def layout_for(job: Job, num_workers: int) -> Layout:

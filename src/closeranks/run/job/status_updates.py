@@ -24,6 +24,7 @@ from closeranks.core.events import (
     RunStarted,
     Saved,
     SaveFailed,
+    SharesChanged,
     SlowRank,
     Snapshotting,
     Standstill,
@@ -114,6 +115,8 @@ class StatusUpdater:
                 if lost is not None:
                     self._meter.lose(lost.detected_s + event.seconds)
                     self._note(event_lines.closed_line(lost, event, self._num_before or event.world_size))
+            case SharesChanged():
+                self._note(event_lines.shares_line(event))
             case SlowRank():
                 self._note(event_lines.slow_line(event))
             case Standstill():

@@ -199,10 +199,16 @@ class StepTimer:
             self._agent_client.note_compute_time(seconds, self._pipeline_rank)
             self._compute_times.append(seconds)
 
+    @property
+    def compute_s(self) -> float:
+        """Median of this rank's own seconds per micro-batch since they were popped last; 0: none was measured."""
+        return median(self._compute_times) if self._compute_times else 0.0
+
     def pop_compute_s(self) -> float:
-        """Median of this rank's own seconds per micro-batch since the last call; 0: none was measured."""
-        times, self._compute_times = list(self._compute_times), deque(maxlen=_NUM_TIMES)
-        return median(times) if times else 0.0
+        """``compute_s``, and measure anew."""
+        compute_s = self.compute_s
+        self._compute_times.clear()
+        return compute_s
 
     def close(self) -> None:
         self._compiler.close()

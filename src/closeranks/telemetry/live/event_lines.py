@@ -22,6 +22,7 @@ from closeranks.core.events import (
     RunStarted,
     Saved,
     SaveFailed,
+    SharesChanged,
     SlowRank,
     Snapshotting,
     Standstill,
@@ -320,6 +321,41 @@ def slow_line(event: SlowRank) -> str:
     host = f" on {event.host}" if event.host else ""
     times = f"{formatting.duration(event.own_s)} a micro-batch, the others {formatting.duration(event.median_s)}"
     return f"rank {event.rank}{host} is slow at step {event.step}: {event.score:.2g} times the others ({times})"
+
+
+_SHARES_SHOWN, _RUNS_SHOWN = 3, 6
+
+
+def shares_line(event: SharesChanged) -> str:
+    """Who takes how many micro-batches from now on; those whose share changes most come first."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, pair in enumerate(zip(event.before, event.shares, strict=False)):
+        if pair[0] != pair[1]:
+            alike.setdefault(pair, []).append(number)
+    groups = sorted(alike.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
+    words = [_share_words(event, *group, is_first=group is groups[0]) for group in groups[:_SHARES_SHOWN]]
+    if num_more := sum(len(numbers) for _, numbers in groups[_SHARES_SHOWN:]):
+        words.append(f"and {formatting.count(num_more, 'other')} change")
+    return f"from step {event.step + 1} on {', '.join(words)}"
+
+
+def _share_words(event: SharesChanged, change: tuple[int, int], numbers: Sequence[int], *, is_first: bool) -> str:
+    before, now = change
+    of = f" of {sum(event.shares)} micro-batches" if is_first else ""
+    who = f"{event.of}s {_listed(numbers)} take" if len(numbers) > 1 else f"{event.of} {numbers[0]} takes"
+    return f"{who} {now}{of} instead of {before}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """``0 to 2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(words if len(words) <= _RUNS_SHOWN else [*words[:_RUNS_SHOWN], "..."])
 
 
 def host_line(event: HostChanged) -> str:

@@ -33,6 +33,7 @@ from closeranks.core.events import (
     RunStarted,
     Saved,
     SaveFailed,
+    SharesChanged,
     SlowRank,
     Snapshotting,
     Standstill,
@@ -135,6 +136,8 @@ class ProgressDisplay:
                 self._restore(event)
             case Snapshotting():
                 self._show_snapshotting(event)
+            case SharesChanged():
+                self._print_event(event_lines.shares_line(event))
             case SlowRank():
                 self._print_event(event_lines.slow_line(event), style="yellow")
             case Standstill():

@@ -38,7 +38,7 @@ _KINDS = {
 }
 _ADVICE = {
     "computing": "Look at what else runs on its host, at its clocks and temperature and at limits of its cgroup. "
-    "elastic.stragglers = 'evict' replaces a worker that stays slow.",
+    "elastic.stragglers = 'rebalance' gives a worker that stays slow less to do, 'evict' replaces it.",
     "reading its data": "Look at the disk or network that this host reads from.",
     "writing checkpoints": "Look at the disk or network that this host writes to.",
 }

@@ -1,12 +1,18 @@
-"""Shares of replicas of different speeds: pure."""
+"""Shares of workers of different speeds: pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from random import Random
+from statistics import median
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.sampling.batch_schedule import BatchSchedule
-from closeranks.sync.local_sgd.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
+from closeranks.sync.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
 
 speeds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 
@@ -57,3 +63,55 @@ def test_every_micro_batch_is_taken_once(num: int, width: int, more: int, even: 
     for number in range(num):
         sizes = {len(own) for own in dealt[width * number : width * (number + 1)]}
         assert len(sizes) == 1 or (not even and max(sizes) - min(sizes) == 1)  # within a replica alone
+
+
+@given(
+    st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6),
+    st.integers(0, 60),
+    st.integers(0, 3),
+    st.lists(st.lists(st.floats(0.953, 1.047), min_size=6, max_size=6), min_size=1, max_size=40),
+)
+def test_noise_of_a_twentieth_never_moves_the_best_shares(
+    seconds: list[float], more: int, fill: int, noise: list[list[float]]
+) -> None:
+    shares = best_shares(len(seconds) + more, seconds, fill=fill)
+    for factors in noise:
+        measured = [one * factor for one, factor in zip(seconds, factors, strict=False)]
+        assert rebalanced(shares, measured, fill=fill) == shares
+
+
+def _decisions(speeds: Iterable[Sequence[float]], start: tuple[int, ...], seed: int) -> list[tuple[int, ...]]:
+    """The shares after each decision, over windows of 20 steps whose single times vary by 30%."""
+    random, shares, found = Random(seed), start, []
+    for seconds in speeds:
+        measured = [median(one * random.uniform(1.0, 1.3) for _ in range(20)) for one in seconds]
+        shares = rebalanced(shares, measured)
+        found.append(shares)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_settle_at_once_and_stay_over_300_steps_of_noise(seed: int) -> None:
+    found = _decisions([[1.0, 1.0, 1.0, 4.0]] * 15, even_shares(32, 4), seed)
+    assert found[0][3] in (2, 3)
+    assert all(one == other for one, other in pairwise(found))
+    assert step_seconds(found[-1], [1.0, 1.0, 1.0, 4.0]) <= 12.0  # of 32 when all took eight
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_that_recovers_gets_its_part_back(seed: int) -> None:
+    found = _decisions([[1.0, 1.0, 1.0, 4.0]] * 3 + [[1.0] * 4] * 3, even_shares(32, 4), seed)
+    assert max(found[2]) > 8
+    assert step_seconds(found[-1], [1.0] * 4) <= 9.0
+
+
+def test_a_pipeline_that_fills_takes_longer_than_its_micro_batches() -> None:
+    assert best_shares(12, [1.0, 2.0]) == (8, 4)
+    assert best_shares(12, [1.0, 2.0], fill=3) == (9, 3)
+    assert step_seconds((9, 3), [1.0, 2.0], fill=3) == 12.0
+
+
+def test_a_short_micro_batch_counts() -> None:
+    schedule = BatchSchedule.for_steps(1000, 12, 2, 3)
+    assert schedule.micro_batches_per_step == 6
+    assert BatchSchedule.for_steps(1000, 13, 2, 3).micro_batches_per_step == 7
