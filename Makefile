@@ -93,6 +93,7 @@ bench: install
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/sync_peers.py
 	$(BIN)/python benchmarks/straggler.py
+	$(BIN)/python benchmarks/rebalance.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/large_batch.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/micro_batch.py

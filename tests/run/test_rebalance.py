@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from closeranks import Hook, Session
 from closeranks.core.errors import ConfigError
-from closeranks.core.events import Restored, SharesChanged
-from closeranks.data.sampling.order import MicroBatch
+from closeranks.core.events import Restored, SharesChanged, StepDone
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
-from closeranks.run.components.component import Component
 from closeranks.run.components.rebalancing import seconds_by_data_rank
 from closeranks.run.job.job import load_job
 from closeranks.testing import run_world
@@ -37,44 +34,51 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-class Burden(Component):
-    """Makes each micro-batch of a rank take at least so long, by its own clock: asleep where elapsed time counts, busy
-    where sleep would look like waiting for others."""
+class Stated:
+    """A stopwatch that says what it is told: what a busy machine measures differs from run to run."""
 
-    def __init__(self, seconds: float, *, is_busy: bool) -> None:
-        self._seconds, self._is_busy = seconds, is_busy
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._num_steps = 0
 
-    def before_forward(self, micro_batch: MicroBatch, stage: int) -> None:
-        if not self._is_busy:
-            time.sleep(self._seconds)
-            return
-        end = time.perf_counter() + self._seconds
-        while time.perf_counter() < end:
-            pass
+    def start(self) -> None: ...
+
+    def stop(self, num_micro: int) -> None:
+        self._num_steps += 1
+
+    def pop_times(self) -> Sequence[float]:
+        num_steps, self._num_steps = self._num_steps, 0
+        return [self.seconds] * num_steps
+
+    def close(self) -> None: ...
 
 
 class FirstIsSlow(Hook):
-    """The ranks of the first data rank take several times as long as the others."""
+    """One rank of the first data rank takes four times as long as the others."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self._rank = rank
+        self.stopwatch = Stated(4.0 if rank == 0 else 1.0)
 
     def on_start(self, session: Session) -> None:
-        groups, layout = session.engine.context.groups, session.engine.context.layout
-        is_busy = layout.zero == 3 or layout.tensor * layout.pipeline > 1
-        seconds = 0.7 if groups.data.rank == 0 else (0.0 if is_busy else 0.15)
-        if not is_busy or (groups.tensor.rank == 0 and groups.pipeline.rank == 0):
-            session.engine.components.add(Burden(seconds, is_busy=is_busy))
+        session.context.step_timer._stopwatch = self.stopwatch
 
 
 class FirstRecovers(FirstIsSlow):
-    """Until step 5, then all are equally fast."""
+    """After step 5 all are equally fast."""
 
-    def on_step(self, session: Session, step: Any) -> None:
-        if step.step == 5:
-            for one in session.engine.components:
-                if isinstance(one, Burden):
-                    one._seconds = 0.3
+    def on_step(self, session: Session, step: StepDone) -> None:
+        self.stopwatch.seconds = 1.0 if step.step >= 5 else self.stopwatch.seconds
+
+
+class FirstSleeps(Hook):
+    """Really slow, by its own clock."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._is_slow = rank == 0
+
+    def on_start(self, session: Session) -> None:
+        if self._is_slow:
+            session.model.register_forward_pre_hook(lambda *_: time.sleep(0.7))
 
 
 REBALANCE: Tables = {
@@ -82,7 +86,6 @@ REBALANCE: Tables = {
     "train": {"global_batch": 5, "precision": "float64"},
     "data": {"log_samples": True},
 }
-BUSY: Tables = {**REBALANCE, "train": {"global_batch": 6}, "data": {}}
 HOLD = {**REBALANCE, "layout": {"hold": "step"}}
 LAYOUTS = [
     ("data=3", REBALANCE),
@@ -116,7 +119,7 @@ def samples(case: Case) -> dict[tuple[int, int], list[int]]:
 @world
 @pytest.mark.parametrize(("layout", "tables"), LAYOUTS)
 def test_a_slow_rank_takes_fewer_and_nothing_else_changes(place: Path, layout: str, tables: Tables) -> None:
-    case = Case(place / "run", layout, steps=6, tables=tables, hooks=(FirstIsSlow,))
+    case = Case(place / "run", layout, steps=5, tables=tables, hooks=(FirstIsSlow,))
     run(case)
     (change,) = events(case, SharesChanged)
     assert change.step == 3  # the first step warms up, two measure
@@ -168,12 +171,19 @@ def test_a_drained_run_resumes_with_its_shares(place: Path) -> None:
 @world
 @slow
 def test_a_rank_that_is_fast_again_takes_its_part_again(place: Path) -> None:
-    case = Case(place / "run", "data=2", steps=16, tables=BUSY, hooks=(FirstRecovers,))
+    case = Case(place / "run", "data=2", steps=9, tables=REBALANCE, hooks=(FirstRecovers,))
     run(case)
-    changes = events(case, SharesChanged)
-    assert [change.of for change in changes] == ["data rank"] * len(changes)
-    assert changes[0].shares[0] < changes[0].before[0]
-    assert changes[-1].shares[0] > changes[0].shares[0]
+    found = [(change.step, change.of, change.before, change.shares) for change in events(case, SharesChanged)]
+    assert found == [(3, "data rank", [3, 2], [1, 4]), (7, "data rank", [1, 4], [3, 2])]
+
+
+@world
+@slow
+def test_a_rank_that_sleeps_takes_fewer_by_its_own_clock(place: Path) -> None:
+    case = Case(place / "run", "data=2", steps=4, tables=REBALANCE, hooks=(FirstSleeps,))
+    run(case)
+    first, *_ = events(case, SharesChanged)
+    assert first.shares[0] < 3
 
 
 @world
