@@ -217,6 +217,7 @@ def _assigned(case: Case) -> int:
         ),
         ({"layout": {"zero": 2}}, "zero = 2 reduces gradients over all data ranks in every micro-batch", "hold"),
         ({"layout": {"batch_norm": "sync"}}, "needs all data ranks in every forward", 'batch_norm = "micro"'),
+        ({"sync": {"server": {"count": 1}}}, "it is the mode that says whether workers wait", "sync.server.mode"),
         ({"sync": {"local": {"every": 2}}}, "do not wait for each other in every step", "sync.local.balance"),
     ],
 )
