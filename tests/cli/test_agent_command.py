@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.calling import call
-from tests.cli.commands import started, wait_for_line
+from tests.cli.commands import closeranks, started, wait_for_line
 from tests.cli.fault_jobs import write_job
 
 TOKEN = "0123456789abcdef" * 4
@@ -44,7 +43,7 @@ def token(tmp_path: Path) -> Path:
 )
 def test_bad_words_are_one_sentence(tmp_path: Path, token: Path, words: tuple[str, ...], said: str) -> None:
     own = () if "--token-file" in words else ("--token-file", token)
-    done = call("agent", *words, *own, cwd=tmp_path)
+    done = closeranks("agent", *words, *own, cwd=tmp_path)
     assert done.code == 2, done.err
     assert said in done.err
     assert "Traceback" not in done.err
@@ -54,7 +53,7 @@ def test_bad_words_are_one_sentence(tmp_path: Path, token: Path, words: tuple[st
 @pytest.mark.parametrize("listen", ["10.0.0.1:99999", "lead:", "[]"])
 def test_so_is_a_place_to_listen_that_is_none(tmp_path: Path, token: Path, listen: str) -> None:
     words = ("-n", 1, "--hosts", 2, "--listen", listen, "--token-file", token)
-    done = call("train", write_job(tmp_path), *words, cwd=tmp_path)
+    done = closeranks("train", write_job(tmp_path), *words, cwd=tmp_path)
     assert done.code == 2, done.err
     assert "is not an address" in done.err
 
