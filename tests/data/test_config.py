@@ -11,7 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 from closeranks.core.config.load import load
 from closeranks.core.config.table import ConfigTable
 from closeranks.core.errors import ConfigError
-from closeranks.data.config import DataConfig, DigitsDataConfig, PairsDataConfig, TextConfig, UserDataConfig
+from closeranks.data.config import (
+    ClicksDataConfig,
+    DataConfig,
+    DigitsDataConfig,
+    PairsDataConfig,
+    TextConfig,
+    UserDataConfig,
+)
 
 adapter: TypeAdapter[Any] = TypeAdapter(DataConfig)
 
@@ -24,6 +31,7 @@ adapter: TypeAdapter[Any] = TypeAdapter(DataConfig)
         ({"name": "text"}, TextConfig),
         ({"name": "digits"}, DigitsDataConfig),
         ({"name": "pairs"}, PairsDataConfig),
+        ({"name": "clicks"}, ClicksDataConfig),
         ({"name": "mine.data:make", "args": {"n": 3}}, UserDataConfig),
     ],
 )
@@ -40,7 +48,7 @@ def test_the_name_picks_the_variant(table: dict[str, Any], kind: type) -> None:
     ("table", "said"),
     [
         ({"name": "txet"}, "Did you mean 'text'?"),
-        ({"name": "zzz"}, "Known: digits"),
+        ({"name": "zzz"}, "Known: clicks, digits"),
         ({"name": "mine:"}, "package.module:factory"),
         ({"name": "a:b", "eval": "no-colon"}, "package.module:factory"),
         ({"seq_len": 0}, "greater than or equal to 1"),
@@ -57,7 +65,7 @@ def test_bad_tables_are_refused(table: dict[str, Any], said: str) -> None:
 
 
 def test_every_key_is_explained() -> None:
-    for kind in (TextConfig, DigitsDataConfig, PairsDataConfig, UserDataConfig):
+    for kind in (TextConfig, DigitsDataConfig, PairsDataConfig, ClicksDataConfig, UserDataConfig):
         for name, field in kind.model_fields.items():
             assert field.description or name == "name", f"{kind.__name__}.{name}"
 

@@ -23,7 +23,7 @@ import closeranks
 from closeranks.cli.main import build_app
 from closeranks.elastic.config import ElasticConfig
 from closeranks.elastic.faults.fault import KINDS
-from closeranks.facts.shapes import digits, llama, pairs
+from closeranks.facts.shapes import digits, llama, pairs, recommender
 from closeranks.lab.compare.config import CompareConfig, load_compare
 from closeranks.run.components.component import Component
 from closeranks.run.job.job import Job, load_job
@@ -258,6 +258,8 @@ def test_parameters_are_counted_right() -> None:
         assert figures | {shape.ffn_dim, shape.vocab_size} <= counts[name], name
     assert sum(map(math.prod, digits.parameter_shapes(digits.DigitsShape()).values())) in counts["digits"]
     assert sum(map(math.prod, pairs.parameter_shapes(pairs.PairsShape()).values())) in counts["pairs"]
+    shape = recommender.RecommenderShape()
+    assert sum(map(math.prod, recommender.parameter_shapes(shape).values())) in counts["recommender"]
 
 
 def test_the_readme_stays_short_and_shows_one_table() -> None:

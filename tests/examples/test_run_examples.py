@@ -17,6 +17,7 @@ FEWER = {
     "demo": ["train.steps=4"],
     "digits": ["train.epochs=2"],
     "pairs": ["train.steps=40"],
+    "recommender": ["train.epochs=0.5", "data.num_samples=65536"],
 }
 
 
@@ -27,7 +28,7 @@ def losses(folder: Path) -> list[float]:
 
 def tiered(name: str) -> Any:
     """The models of these are trained elsewhere, too."""
-    return pytest.param(name, marks=[pytest.mark.slow] * (name in ("digits", "pairs")))
+    return pytest.param(name, marks=[pytest.mark.slow] * (name in ("digits", "pairs", "recommender")))
 
 
 @pytest.mark.parametrize("name", [tiered(path.stem) for path in sorted(EXAMPLES.glob("*.toml"))])

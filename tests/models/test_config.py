@@ -1,4 +1,4 @@
-"""The table [model]: one of four by its name, checked before anything is built."""
+"""The table [model]: one of five by its name, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from closeranks.facts.layout import Layout, legal_problems
 from closeranks.facts.shapes.llama import PRESETS
-from closeranks.models.config import DigitsConfig, LlamaConfig, ModelConfig, PairsConfig, UserModelConfig
+from closeranks.models.config import (
+    DigitsConfig,
+    LlamaConfig,
+    ModelConfig,
+    PairsConfig,
+    RecommenderConfig,
+    UserModelConfig,
+)
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(ModelConfig)
 
@@ -23,6 +30,7 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(ModelConfig)
         ({"preset": "8b"}, LlamaConfig),
         ({"name": "digits", "channels": 4}, DigitsConfig),
         ({"name": "pairs"}, PairsConfig),
+        ({"name": "recommender", "top": [8, 4]}, RecommenderConfig),
         ({"name": "pkg.mod:make", "args": {"depth": 3}, "metrics": ["hits"]}, UserModelConfig),
         ({"name": "a:b", "stages": ["x", "y.*"], "tensor": [{"pattern": "x.weight", "dim": 1}]}, UserModelConfig),
     ],

@@ -33,6 +33,8 @@ class Loss:
     total: Tensor
     weight: Tensor | float
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    samples: Mapping[str, Tensor] = field(default_factory=dict)
+    """One value per sample, for metrics of the whole evaluation set (``SampleMetrics``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,39 @@ class RecomputeFlops(Protocol):
     """A model's spec that knows what activation recompute repeats; the HFU of other models is not known then."""
 
     def recompute_flops_per_item(self, recompute: str, keep: Collection[str]) -> float: ...
+
+
+@runtime_checkable
+class SampleMetrics(Protocol):
+    """A model's spec with metrics that are no sums over batches, such as the AUC.
+
+    Call sequence: in an evaluation every rank keeps ``Loss.samples`` of its micro-batches; then each calls
+    ``sample_metrics`` with those of all ranks, in the order of the samples, in float64.
+    """
+
+    sample_values: tuple[str, ...]
+    """Names in ``Loss.samples``, the same for every batch."""
+
+    def sample_metrics(self, values: Mapping[str, Tensor]) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Where the rows of an embedding table are kept: in this process, or on servers.
+
+    Call sequence on a worker (``models.table``): in every micro-batch ``pull`` with its distinct ids, sorted, and after
+    its backward one ``push`` with the same ids and one gradient for each. Ids are not negative. A row that nobody has
+    asked for before is born with ``core.table_rows.initial_rows``. Updates are the source's own affair: pushed
+    gradients are sums, which it adds up until it is told that the step is taken.
+    """
+
+    dim: int
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """Rows [ids, dim], as a tensor of the caller's own."""
+        ...
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None: ...
 
 
 @runtime_checkable

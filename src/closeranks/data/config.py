@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from closeranks.core.config.table import ConfigTable
 from closeranks.core.registry import did_you_mean, is_import_path
+from closeranks.facts.shapes.recommender import RecommenderShape
 
 EvalFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -98,6 +99,35 @@ class PairsDataConfig(_CommonData):
     seq_len: ClassVar[int] = 0
 
 
+class ClicksDataConfig(_CommonData):
+    """A synthetic click log of any size, nothing stored: dense values, ids with Zipf frequencies and a click, drawn
+    from a known model, so that the best reachable AUC is known."""
+
+    yields: ClassVar[str] = "clicks"
+    name: Literal["clicks"] = "clicks"
+    num_samples: int = Field(default=262_144, ge=1)
+    """Training samples; evaluation samples are drawn beyond them."""
+    eval_fraction: EvalFraction = 0.1
+    """Evaluation samples as a share of ``num_samples``."""
+    num_dense: int = Field(default=RecommenderShape().num_dense, ge=1)
+    """Dense values of a sample."""
+    features: int = Field(default=RecommenderShape().features, ge=1)
+    """Categorical features of a sample."""
+    rows: int = Field(default=RecommenderShape().rows, ge=1)
+    """Different ids of a feature."""
+    max_ids: int = Field(default=1, ge=1)
+    """A feature has between one and this many ids."""
+    zipf: float = Field(default=1.05, ge=0.0, le=4.0)
+    """How fast the frequency of ids falls: as (id + 1) to this power. 0: all are equally frequent."""
+    signal: float = Field(default=1.5, ge=0.0)
+    """Spread of the log-odds between samples: at 0 nothing can be learned."""
+    bias: float = -1.0
+    """Log-odds of a click where nothing else speaks."""
+    log_seed: int = 0
+    """Another seed is another log, with other effects of ids."""
+    seq_len: ClassVar[int] = 0
+
+
 class _StoredConfig(_CommonData):
     path: str
     """A file or folder, or the URL of one (``s3://bucket/folder``)."""
@@ -177,6 +207,7 @@ SingleData: TypeAlias = Annotated[
     Annotated[TextConfig, Tag("text")]
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[PairsDataConfig, Tag("pairs")]
+    | Annotated[ClicksDataConfig, Tag("clicks")]
     | Annotated[TokensConfig, Tag("tokens")]
     | Annotated[RecordsConfig, Tag("records")]
     | Annotated[UserDataConfig, Tag("user")],
@@ -216,7 +247,7 @@ class MixtureConfig(_CommonData):
         return max(part.data.seq_len for part in self.parts.values())
 
 
-_SINGLE = ("text", "digits", "pairs", "tokens", "records")
+_SINGLE = ("text", "digits", "pairs", "clicks", "tokens", "records")
 _OWN = (*_SINGLE, "mixture")
 
 
@@ -240,6 +271,7 @@ DataConfig: TypeAlias = Annotated[
     Annotated[TextConfig, Tag("text")]
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[PairsDataConfig, Tag("pairs")]
+    | Annotated[ClicksDataConfig, Tag("clicks")]
     | Annotated[TokensConfig, Tag("tokens")]
     | Annotated[RecordsConfig, Tag("records")]
     | Annotated[MixtureConfig, Tag("mixture")]

@@ -10,6 +10,7 @@ from closeranks.core.registry import is_import_path
 from closeranks.models import digits, pairs, user  # noqa: F401  each registers its spec in the registry
 from closeranks.models.config import ModelConfig
 from closeranks.models.llama import spec as llama  # noqa: F401
+from closeranks.models.recommender import spec as recommender  # noqa: F401
 from closeranks.models.registry import MODELS
 
 

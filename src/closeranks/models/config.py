@@ -18,8 +18,10 @@ from closeranks.facts.layout import LayoutConstraints
 from closeranks.facts.shapes.digits import DigitsShape
 from closeranks.facts.shapes.llama import PRESETS, LlamaShape, shape_problems
 from closeranks.facts.shapes.pairs import PairsShape
+from closeranks.facts.shapes.recommender import RecommenderShape
 
 Attention = Literal["auto", "cudnn", "flash", "math"]
+Width = Annotated[int, Field(ge=1)]
 
 
 class LlamaConfig(ConfigTable):
@@ -27,7 +29,7 @@ class LlamaConfig(ConfigTable):
 
     reads: ClassVar[str] = "tokens"
     name: Literal["llama"] = "llama"
-    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs, recommender), or package.module:factory for your own."""
     preset: str = "tiny"
     """The shape to start from: tiny, small, 160m, 1b, 1b_untied, 3b, 8b, 70b or 405b; the keys below override it."""
     dim: int | None = Field(default=None, gt=0)
@@ -109,7 +111,7 @@ class DigitsConfig(_WithoutAxes):
 
     reads: ClassVar[str] = "labelled images"
     name: Literal["digits"] = "digits"
-    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs, recommender), or package.module:factory for your own."""
     channels: int = Field(default=16, gt=0)
     """Channels of the first convolution; the second has twice as many."""
     hidden_dim: int = Field(default=64, gt=0)
@@ -126,7 +128,7 @@ class PairsConfig(_WithoutAxes):
 
     reads: ClassVar[str] = "users and items"
     name: Literal["pairs"] = "pairs"
-    """A built-in model (llama, digits, pairs), or package.module:factory for your own."""
+    """A built-in model (llama, digits, pairs, recommender), or package.module:factory for your own."""
     user_dim: int = Field(default=PairsShape().user_dim, gt=0)
     """Width of a user's features."""
     item_dim: int = Field(default=PairsShape().item_dim, gt=0)
@@ -140,6 +142,31 @@ class PairsConfig(_WithoutAxes):
 
     def shape(self) -> PairsShape:
         return PairsShape(self.user_dim, self.item_dim, self.hidden_dim, self.vector_dim)
+
+
+class RecommenderConfig(_WithoutAxes):
+    """A recommender of dense values and ids, as DLRM: tables, two MLPs, dot products; reports the AUC."""
+
+    reads: ClassVar[str] = "clicks"
+    name: Literal["recommender"] = "recommender"
+    """A built-in model (llama, digits, pairs, recommender), or package.module:factory for your own."""
+    num_dense: int = Field(default=RecommenderShape().num_dense, ge=1)
+    """Dense values of a sample."""
+    features: int = Field(default=RecommenderShape().features, ge=1)
+    """Categorical features of a sample; each has a table of its own."""
+    rows: int = Field(default=RecommenderShape().rows, ge=1)
+    """Rows of each table."""
+    hashed: bool = False
+    """Hash ids to rows: ids may then be larger than the tables, and some share a row."""
+    dim: int = Field(default=RecommenderShape().dim, ge=1)
+    """Width of a row, and of the vector of the dense values."""
+    bottom: tuple[Width, ...] = RecommenderShape().bottom
+    """Widths of the hidden layers between the dense values and their vector."""
+    top: tuple[Width, ...] = RecommenderShape().top
+    """Widths of the hidden layers between the dot products and the log-odds."""
+
+    def shape(self) -> RecommenderShape:
+        return RecommenderShape(self.num_dense, self.features, self.rows, self.dim, self.bottom, self.top)
 
 
 class TensorEntry(ConfigTable):
@@ -223,7 +250,7 @@ class UserModelConfig(_WithoutAxes):
 _MANY = 1 << 20
 """Stages that a pattern may stand for: more than any pipeline has."""
 
-_OURS = ("llama", "digits", "pairs")
+_OURS = ("llama", "digits", "pairs", "recommender")
 
 
 def _kind(table: Any) -> str:
@@ -236,6 +263,7 @@ ModelConfig = Annotated[
     Annotated[LlamaConfig, Tag("llama")]
     | Annotated[DigitsConfig, Tag("digits")]
     | Annotated[PairsConfig, Tag("pairs")]
+    | Annotated[RecommenderConfig, Tag("recommender")]
     | Annotated[UserModelConfig, Tag("user")],
     Discriminator(_kind),
 ]

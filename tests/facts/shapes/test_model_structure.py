@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from closeranks.facts.shapes import digits, pairs
+from closeranks.facts.shapes import digits, pairs, recommender
 from closeranks.facts.shapes.llama import PRESETS, SHARDING, llama_structure, num_params
 from closeranks.facts.shapes.model_structure import ModelStructure, ParameterInfo, distinct_parameters, model_structure
 from closeranks.models.config import LlamaConfig
@@ -69,4 +69,12 @@ def test_units_of_the_small_models_hold_everything(facts: object) -> None:
     shapes = facts.parameter_shapes(shape)  # type: ignore[attr-defined]
     found = model_structure(shapes, units=facts.UNITS)  # type: ignore[attr-defined]
     assert all(unit.name for unit in found.units)
+    assert num_distinct(found) == sum(map(prod, shapes.values()))
+
+
+def test_units_of_the_recommender_hold_everything() -> None:
+    shape = recommender.RecommenderShape(features=3, rows=7)
+    shapes = recommender.parameter_shapes(shape)
+    found = model_structure(shapes, units=recommender.units(shape))
+    assert [unit.name for unit in found.units] == ["bottom", "tables.0", "tables.1", "tables.2", "top"]
     assert num_distinct(found) == sum(map(prod, shapes.values()))

@@ -54,7 +54,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["tiny", "digits", "pairs"])
+@pytest.mark.parametrize("name", ["tiny", "digits", "pairs", "recommender"])
 def test_our_models_are_described_by_their_shapes(name: str) -> None:
     subject = describe_job(load_job(ROOT / "examples" / f"{name}.toml").value)
     assert num_params(subject.structure) > 1000

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from closeranks.core.counter_hash import GOLDEN, MIX_1, MIX_2, mix
 from closeranks.core.seeds import derive_seed
 
 UInts: TypeAlias = npt.NDArray[np.uint64]
@@ -21,9 +22,6 @@ Keys: TypeAlias = Sequence[UInts]
 """One key per round: without dims (the same for all numbers), or one for each number."""
 
 _ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
@@ -47,13 +45,13 @@ def unpermute(image: npt.NDArray[Any], size: int, key: int) -> UInts:
 def permute_each(index: npt.NDArray[Any], size: int, keys: UInts) -> UInts:
     """``permute`` with a key for each index: many small ranges of one size in one call."""
     source = _checked(index, size)
-    rounds = [_mix(keys + np.uint64((number + 1) * _GOLDEN & _MASK)) for number in range(_ROUNDS)]
+    rounds = [mix(keys + np.uint64((number + 1) * GOLDEN & _MASK)) for number in range(_ROUNDS)]
     return _walked(source, size, rounds).reshape(np.shape(index))
 
 
 def numbered_keys(key: int, numbers: npt.NDArray[Any]) -> UInts:
     """A key for each of the numbers."""
-    return _mix(_mix(numbers.astype(np.uint64) * np.uint64(_GOLDEN)) ^ np.uint64(key))
+    return mix(mix(numbers.astype(np.uint64) * np.uint64(GOLDEN)) ^ np.uint64(key))
 
 
 def sample_indices(positions: npt.NDArray[Any], num_samples: int, seed: int) -> Ints:
@@ -95,28 +93,18 @@ def _feistel(values: UInts, bits: int, keys: Keys, backwards: bool) -> UInts:
     high, low = values >> low_bits, values & low_mask
     for number in reversed(range(_ROUNDS)) if backwards else range(_ROUNDS):
         if number % 2 == 0:
-            high ^= _mix(low ^ keys[number]) & high_mask
+            high ^= mix(low ^ keys[number]) & high_mask
         else:
-            low ^= _mix(high ^ keys[number]) & low_mask
+            low ^= mix(high ^ keys[number]) & low_mask
     return (high << low_bits) | low
 
 
 def _round_keys(key: int) -> list[UInts]:
-    return [np.array(_mix_integer(key + (number + 1) * _GOLDEN), dtype=np.uint64) for number in range(_ROUNDS)]
-
-
-def _mix(mixed: UInts) -> UInts:
-    """The finaliser of splitmix64, in place: callers pass a fresh array."""
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(_MIX_1)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(_MIX_2)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    return [np.array(_mix_integer(key + (number + 1) * GOLDEN), dtype=np.uint64) for number in range(_ROUNDS)]
 
 
 def _mix_integer(value: int) -> int:
     value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK
     return value ^ (value >> 31)

@@ -10,6 +10,7 @@ from typing import Literal, overload
 from closeranks.core.protocols import DataSource
 from closeranks.data.config import DataConfig
 from closeranks.data.sources import (  # noqa: F401  each registers its kind
+    clicks,
     digits,
     mixture,
     pairs,

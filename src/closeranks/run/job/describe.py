@@ -15,7 +15,7 @@ from closeranks.core.registry import is_import_path
 from closeranks.facts.layout import LayoutConstraints
 from closeranks.facts.memory.activations import ActivationSettings
 from closeranks.facts.memory.memory_per_rank import BucketItem, BucketSize, CostSettings
-from closeranks.facts.shapes import digits, pairs
+from closeranks.facts.shapes import digits, pairs, recommender
 from closeranks.facts.shapes.llama import llama_structure
 from closeranks.facts.shapes.model_structure import ModelStructure, distinct_parameters, model_structure
 from closeranks.plan.layouts import PlanningJob
@@ -55,16 +55,16 @@ def _describe(job: Job, traces: bool) -> PlanningJob:
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
-    found = model_structure(small.shapes(job.model), units=small.units)
+    found = model_structure(small.shapes(job.model), units=small.units(job.model))
     return PlanningJob(found, needs, _cost_settings(job, small.num_metrics, small.num_statistics(job.model)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """A model of ours that is described by its parameters alone."""
+    """A model of ours that is described by its parameters alone: functions of its config."""
 
     shapes: Callable[[Any], dict[str, tuple[int, ...]]]
-    units: tuple[str, ...]
+    units: Callable[[Any], tuple[str, ...]]
     num_metrics: int
     num_statistics: Callable[[Any], int] = lambda config: 0
 
@@ -72,11 +72,16 @@ class _Small:
 _SMALL = {
     "digits": _Small(
         lambda config: digits.parameter_shapes(config.shape()),
-        digits.UNITS,
+        lambda config: digits.UNITS,
         num_metrics=1,
         num_statistics=lambda config: digits.num_statistics(config.shape()),
     ),
-    "pairs": _Small(lambda config: pairs.parameter_shapes(config.shape()), pairs.UNITS, num_metrics=2),
+    "pairs": _Small(lambda config: pairs.parameter_shapes(config.shape()), lambda config: pairs.UNITS, num_metrics=2),
+    "recommender": _Small(
+        lambda config: recommender.parameter_shapes(config.shape()),
+        lambda config: recommender.units(config.shape()),
+        num_metrics=0,
+    ),
 }
 
 

@@ -1,7 +1,8 @@
 """Evaluates the model on held-out data.
 
-Each data rank evaluates its share of the samples, and one all-reduce sums loss, weight and metrics. Invariant: the
-result does not depend on the layout, and an evaluation does not change training.
+Each data rank evaluates its share of the samples, and one all-reduce sums loss, weight and metrics; a second one joins
+the values of the samples for models that rank them all (``SampleMetrics``). Invariant: the result does not depend on
+the layout, and an evaluation does not change training.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from closeranks.core.errors import DataError
 from closeranks.core.events import Evaluated
-from closeranks.core.protocols import DataSource, Loss
+from closeranks.core.protocols import DataSource, Loss, SampleMetrics
 from closeranks.core.seeds import derive_seed
 from closeranks.data.loading.batch_reader import LoadedBatch, map_tensors
 from closeranks.data.loading.read_settings import ReadSettings
@@ -28,6 +29,7 @@ from closeranks.run.job.job import micro_batch_size
 from closeranks.run.step.engine import Engine
 from closeranks.run.step.loss_sums import LossSums
 from closeranks.run.step.pipeline_callbacks import MicroBatchCallbacks
+from closeranks.run.step.sample_values import SampleValues
 from closeranks.run.step.step import seed_generators
 from closeranks.sync.server.roles import roles
 
@@ -42,7 +44,8 @@ def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
         before()
     module.eval()
     try:
-        sums = _sums(engine, source)
+        values = _sample_values(engine, source)
+        sums = _sums(engine, source, values)
     finally:
         for after in engine.components.phases["after_evaluation"]:
             after()
@@ -53,18 +56,33 @@ def evaluate(engine: Engine, source: DataSource | None, step: int) -> Evaluated:
     if num_bad > job.data.max_bad:
         what = f"{num_bad:.0f} bad samples in the evaluation data, more than data.max_bad = {job.data.max_bad}"
         raise DataError(what, "`closeranks data verify` lists them; fix the data, or raise data.max_bad.", step=step)
+    named = {name: value / weight for name, value in zip(engine.model.spec.metrics, metrics, strict=True)}
+    if values is not None and isinstance(engine.model.spec, SampleMetrics):
+        named |= engine.model.spec.sample_metrics(values.joined(engine.context.groups.world.sum))
     return Evaluated(
         step=step,
         loss=loss / weight,
         weight=weight,
-        metrics={name: value / weight for name, value in zip(engine.model.spec.metrics, metrics, strict=True)},
+        metrics=named,
         seconds=time.monotonic() - started_at,
         num_bad=round(num_bad),
     )
 
 
-def _sums(engine: Engine, source: DataSource) -> Tensor:
-    """Bad samples, loss, weight and metrics over this rank's share, in float64."""
+def _sample_values(engine: Engine, source: DataSource) -> SampleValues | None:
+    """Room for the values of all samples, if the model has metrics of them."""
+    context, spec = engine.context, engine.model.spec
+    if not isinstance(spec, SampleMetrics):
+        return None
+    return SampleValues(spec.sample_values, _num_evaluated(context, len(source)), context.device)
+
+
+def _num_evaluated(context: RunContext, num_samples: int) -> int:
+    return min(num_samples, context.job.train.eval_samples or num_samples)
+
+
+def _sums(engine: Engine, source: DataSource, values: SampleValues | None) -> Tensor:
+    """Bad samples, loss, weight and metrics over this rank's share, in float64; fills in the samples' values."""
     context, model = engine.context, engine.model
     loss_sums = LossSums(model.spec.metrics, context.device, reports_loss=context.reports_loss)
     num_bad = 0
@@ -78,6 +96,8 @@ def _sums(engine: Engine, source: DataSource) -> Tensor:
     def count(micro_batch: MicroBatch, loss: Loss) -> Tensor:
         if not micro_batch.is_padding:
             loss_sums.add(loss)
+            if values is not None and context.reports_loss:
+                values.add(micro_batch.first, loss.samples)
         return loss.total
 
     def seed(micro_batch: MicroBatch, stage: int = 0) -> None:
@@ -118,7 +138,7 @@ def num_pipelined_micro_batches(num_stages: int) -> int:
 def _share(context: RunContext, num_samples: int, *, is_even: bool) -> Iterator[MicroBatch]:
     """This data rank's micro-batches, one in every ``data.size``. If each forward is a collective (``is_even``), a rank
     that has one less repeats the last one as padding."""
-    limit = min(num_samples, context.job.train.eval_samples or num_samples)
+    limit = _num_evaluated(context, num_samples)
     size, data = micro_batch_size(context.job), context.groups.data
     workers = roles(context.job.sync, data.size)
     rank, count = workers.worker_rank(data.rank), -(-limit // size)

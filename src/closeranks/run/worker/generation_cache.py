@@ -26,7 +26,7 @@ BATCH_HISTORY_KEY = "past"
 ``run.job.batch_history``."""
 BUCKET_KEY = "bucket_mib"
 """Key of the bucket size. It affects the numerics: with another size gradients are summed in another order."""
-_IN_MEMORY = ("text", "digits", "pairs")
+_IN_MEMORY = ("text", "digits", "pairs", "clicks")
 """Built-in datasets that are read whole when opened. Workers open all others themselves: those may start threads."""
 
 
