@@ -11,7 +11,7 @@ was computed with.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,8 +49,8 @@ class ParameterServers(Component):
         self._roles = roles(context.job.sync, groups.data.size)
         self._server = self._roles.server_rank(groups.data.rank)
         self._clip = context.job.optim.clip
-        self._reducer = reducer if isinstance(reducer, StaleReducer) else None
-        self._asynchronous = reducer if isinstance(reducer, AsynchronousReducer) else None
+        self._reducer = None if self._config.waits_for_all else cast("StaleReducer", reducer)
+        self._asynchronous = cast("AsynchronousReducer", reducer) if self._config.mode == "async" else None
         self.vote = Vote(groups.world, model.spec.metrics, clip=self._clip)
         if self._reducer is not None:
             self.vote = LocalSgdVote(
