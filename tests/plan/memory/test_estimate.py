@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -17,7 +18,7 @@ from closeranks.facts.shapes.transformer import TransformerShape, from_llama, nu
 from closeranks.plan.layouts import LayoutCostModel, PlanningJob
 from closeranks.plan.memory.conventions import CONVENTIONS, LEAN_12, MIXED_16, find_convention
 from closeranks.plan.memory.estimate import MARGIN, MemoryEstimate, memory_estimate, side_by_side
-from closeranks.plan.memory.in_flight import in_flight
+from closeranks.plan.memory.in_flight import head_in_flight, in_flight, stages_in_flight
 from closeranks.plan.step_time.workload import PlanChoice, Recompute, Workload
 from closeranks.run.job.describe import ReducerBucketPlanner
 from closeranks.sync.config import SyncConfig
@@ -99,6 +100,41 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: str, num_mi
     per_rank = layout.num_stages // 4
     for rank, held in enumerate(pipeline_occupancy(4, schedule, num_micro).in_flight):
         assert in_flight(layout, rank, num_micro, per_rank) * per_rank == sum(held.values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "zbv"])
+def test_any_number_of_micro_batches_is_held_as_the_schedule_holds_it(schedule: str) -> None:
+    """Fewer than ranks, too, and numbers that are no multiple of them."""
+    for size, num_micro in product((2, 3, 4, 8), range(1, 26)):
+        layout, occupancy = Layout(pipeline=size, schedule=schedule), pipeline_occupancy(size, schedule, num_micro)
+        last, per_rank = layout.num_stages - 1, layout.num_stages // size
+        for rank, held in enumerate(occupancy.in_flight):
+            assert in_flight(layout, rank, num_micro, per_rank) * per_rank == sum(held.values())
+            if schedule.endswith("1f1b"):
+                assert stages_in_flight(layout, rank, num_micro, per_rank) == tuple(held.values())
+            if last in held:
+                assert head_in_flight(layout, num_micro) == held[last], (size, num_micro)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_samples"),
+    [
+        ("data=8 pipeline=8 schedule=interleaved-1f1b", 64),
+        ("data=8 pipeline=8 schedule=interleaved-1f1b", 96),
+    ],
+)
+def test_stages_that_are_not_even_are_what_layouts_count(text: str, num_samples: int) -> None:
+    """16 blocks on 16 stages, of which the last has only the head, and hardly more micro-batches than ranks."""
+    shape, layout = PRESETS["1b"], Layout.parse(text)
+    job = PlanningJob(
+        llama_structure(shape, 4096),
+        LayoutConstraints(num_samples, 1, shape.num_heads, shape.num_kv_heads, shape.num_layers, seq_len=4096),
+        CostSettings(precision="bf16", buckets=ReducerBucketPlanner(SyncConfig())),
+        shape,
+        ActivationSettings(4096, "bf16", is_compiled=True),
+    )
+    counted = LayoutCostModel(job).cost(layout).fullest.total_bytes
+    assert estimate("1b", text, num_samples).allocated_bytes == pytest.approx(counted, rel=0.06)
 
 
 def test_conventions_keep_what_their_names_say() -> None:

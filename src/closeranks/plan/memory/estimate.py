@@ -16,15 +16,17 @@ from closeranks.facts.memory.peak import ActivationBytes, peak_bytes
 from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.facts.pipeline.stages import V_SHAPED
 from closeranks.plan.memory.conventions import LEAN_12, MIXED_16, OWN, StateConvention, convention_of
-from closeranks.plan.memory.in_flight import head_in_flight, in_flight
+from closeranks.plan.memory.in_flight import head_in_flight, in_flight, stages_in_flight
 from closeranks.plan.memory.model_sizes import RankParams, sizes_of
 from closeranks.plan.memory.saved_activations import SavedActivations, activation_key, saved_activations
 from closeranks.plan.memory.states import StateBytes, holds_whole_step, own_reducer, own_weights, state_bytes
 from closeranks.plan.step_time.model_figures import model_figures
-from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads
+from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads, stage_blocks
 from closeranks.plan.step_time.workload import PlanChoice, Workload
 
 Verdict = Literal["fits", "borderline", "does not fit"]
+
+_INTERLEAVED = "interleaved-1f1b"
 
 MARGIN = 0.10
 """Of the estimate: how far from the device's memory a verdict stays."""
@@ -99,6 +101,7 @@ class MemoryEstimator:
         self._sizes = sizes_of(workload.shape)
         self._num_blocks = workload.num_blocks
         self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
+        self._blocks: dict[Hashable, Sequence[Sequence[int]]] = {}
         self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}
         self._saved: dict[Hashable, SavedActivations] = {}
         self._may_fit: dict[Hashable, bool] = {}
@@ -156,6 +159,11 @@ class MemoryEstimator:
             # Nearly all that it holds is of its first stage, which has more blocks than the last stage of the model.
             per_stage = -(-self._num_blocks // layout.num_stages)
             count *= max(1.0, choice.stages_per_rank * per_stage / max(load.num_blocks, 1))
+        if layout.schedule == _INTERLEAVED and choice.stages_per_rank > 1 and load.num_blocks:
+            # Stages that are not even: those that hold most micro-batches may have most blocks.
+            held = stages_in_flight(layout, rank, num_micro, choice.stages_per_rank)
+            blocks = self._stage_blocks(choice)[rank]
+            return sum(many * each for many, each in zip(held, blocks, strict=True)) / load.num_blocks
         return count
 
     def _activations(
@@ -222,14 +230,19 @@ class MemoryEstimator:
         return self._loads[key]
 
     def _all_loads(self, choice: PlanChoice) -> Sequence[RankLoad]:
+        layout, is_balanced = choice.layout, choice.software == "closeranks"
+        figures = model_figures(self._workload)
+        return rank_loads(figures, layout.pipeline, choice.stages_per_rank, layout.schedule, is_balanced=is_balanced)
+
+    def _stage_blocks(self, choice: PlanChoice) -> Sequence[Sequence[int]]:
         layout = choice.layout
-        return rank_loads(
-            model_figures(self._workload),
-            layout.pipeline,
-            choice.stages_per_rank,
-            layout.schedule,
-            is_balanced=choice.software == "closeranks",
-        )
+        key = (layout.pipeline, choice.stages_per_rank, choice.software)
+        if key not in self._blocks:
+            figures, is_balanced = model_figures(self._workload), choice.software == "closeranks"
+            self._blocks[key] = stage_blocks(
+                figures, layout.pipeline, choice.stages_per_rank, layout.schedule, is_balanced=is_balanced
+            )
+        return self._blocks[key]
 
 
 def _all_at_once(activations: ActivationBytes) -> list[NamedBytes]:

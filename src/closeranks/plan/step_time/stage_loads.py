@@ -38,6 +38,15 @@ def rank_loads(
     )
 
 
+def stage_blocks(
+    figures: ModelFigures, pipeline: int, per_rank: int, schedule: str, *, is_balanced: bool
+) -> tuple[tuple[int, ...], ...]:
+    """By pipeline rank, the blocks of each of its stages."""
+    cut = PipelineShape(pipeline, per_rank, schedule, is_balanced)
+    stages = _stages(figures.num_blocks, figures.block_flops, figures.last_flops, cut)
+    return tuple(tuple(stages[number].num_blocks for number in place) for place in _places(cut))
+
+
 def load_counts(
     figures: ModelFigures, pipeline: int, per_rank: int, schedule: str, *, is_balanced: bool
 ) -> tuple[tuple[RankLoad, int], ...]:
@@ -60,16 +69,22 @@ class PipelineShape:
 
 @cache
 def _rank_loads(num_blocks: int, block_flops: float, last_flops: float, cut: PipelineShape) -> tuple[RankLoad, ...]:
+    stages = _stages(num_blocks, block_flops, last_flops, cut)
+    return tuple(_sum([stages[number] for number in place]) for place in _places(cut))
+
+
+@cache
+def _stages(num_blocks: int, block_flops: float, last_flops: float, cut: PipelineShape) -> Sequence[RankLoad]:
     num_stages = cut.num_ranks * cut.per_rank
     if cut.is_balanced:
-        stages = _balanced(num_blocks, block_flops, last_flops, num_stages)
-    else:
-        stages = _even(num_blocks, num_stages)
+        return _balanced(num_blocks, block_flops, last_flops, num_stages)
+    return _even(num_blocks, num_stages)
+
+
+def _places(cut: PipelineShape) -> Sequence[Sequence[int]]:
     if cut.schedule in V_SHAPED:
-        places: Sequence[Sequence[int]] = stage_placement(cut.schedule, cut.num_ranks)
-    else:
-        places = [range(rank, num_stages, cut.num_ranks) for rank in range(cut.num_ranks)]
-    return tuple(_sum([stages[number] for number in place]) for place in places)
+        return stage_placement(cut.schedule, cut.num_ranks)
+    return [range(rank, cut.num_ranks * cut.per_rank, cut.num_ranks) for rank in range(cut.num_ranks)]
 
 
 @cache
