@@ -81,6 +81,18 @@ def test_two_layouts_side_by_side() -> None:
     assert (first["layout"], second["layout"]) == ("data=64 zero=1 tensor=4 pipeline=2", "data=32 zero=3 tensor=16")
 
 
+def test_two_layouts_are_drawn_and_not_written(tmp_path: Path) -> None:
+    picture, words = tmp_path / "two.png", (TINY, "--cluster", "2xcpu", "--compare", "data=2", "data=1 tensor=2")
+    assert f"picture: {picture}" in said(*words, "--picture", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(said(*words, "--picture", picture, "--json"))) == 2
+    text = refused(*words, "--out", tmp_path / "planned.toml")
+    assert "--out writes the plan that is advised, and --compare advises none" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["two.png"]
+    for option in (("--sort", "cost"), ("--days", "3"), ("--budget", "100")):
+        assert "--compare stays on the cluster's devices" in refused(*words, *option)
+
+
 def test_a_job_whose_tensor_axis_crosses_hosts_is_told() -> None:
     words = (
         ROOT / "examples" / "plans" / "gpt-175b.toml",
@@ -245,8 +257,25 @@ def test_a_hugging_face_config_is_planned_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "GiB" in done.stdout
     assert "not the job's model: closeranks trains Llamas" in done.stdout
+    assert "A token uses 2 of the 8 experts of a layer: 12.7B of 46.7B weights" in done.stdout
+    assert "an expert axis is planned only" in done.stdout
     plain = figures(TINY, "--cluster", "64xh100", "--limit", 1, "train.global_batch=256")
     assert figures(*words)["plans"][0]["memory_bytes"] > 2 * plain["plans"][0]["memory_bytes"]
+
+
+def test_an_encoder_is_not_planned_as_causal(tmp_path: Path) -> None:
+    bert = {
+        "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "vocab_size": 30_522, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    attention = []
+    for is_decoder in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**bert, "is_decoder": is_decoder}))
+        words = (TINY, "--cluster", "1xh100", "--model", tmp_path, "data.seq_len=2048", "train.global_batch=64")
+        words = (*words, "train.micro_batch=8", "--keep", "micro-batch", "--keep", "recompute", "--limit", 1)
+        attention.append(figures(*words)["plans"][0]["step_parts_s"]["compute: attention"])
+        assert ("Its attention is not causal" in said(*words)) is not is_decoder
+    assert attention[0] == pytest.approx(2 * attention[1])
 
 
 @pytest.mark.parametrize(

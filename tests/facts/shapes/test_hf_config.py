@@ -46,6 +46,19 @@ def test_of_the_experts_only_those_in_use_are_active() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "num_dense"),
+    [({}, 0), ({"decoder_sparse_step": 2}, 24), ({"mlp_only_layers": [0, 5]}, 2), ({"mlp_only_layers": None}, 0)],
+)
+def test_layers_without_experts_are_counted(changes: dict[str, Any], num_dense: int) -> None:
+    assert transformer_of({**PUBLISHED[4][0], **changes}).num_dense_layers == num_dense
+
+
+def test_an_encoder_sees_all_positions_and_a_decoder_those_before() -> None:
+    bert = PUBLISHED[6][0]
+    assert [transformer_of(one).is_causal for one in (LLAMA, bert, {**bert, "is_decoder": True})] == [True, False, True]
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"model_type": None}, "does not say its model_type"),
@@ -61,6 +74,8 @@ def test_of_the_experts_only_those_in_use_are_active() -> None:
         ({"hidden_size": 16}, "32 heads cannot share evenly"),
         ({"tie_word_embeddings": "no"}, "neither true nor false"),
         ({"model_type": "mixtral"}, "does not say num_local_experts"),
+        ({**PUBLISHED[4][0], "mlp_only_layers": [True]}, "no list of layers"),
+        ({**PUBLISHED[4][0], "decoder_sparse_step": 0}, "not a size"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(changes: dict[str, Any], said: str) -> None:

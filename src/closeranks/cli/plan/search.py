@@ -112,12 +112,14 @@ def search(
     check_out(out)
     if out is not None and model is not None:
         raise UserError(f"{out} would train the job's model, not {model}", "Leave out --out.")
+    if any(compare):
+        _check_compared(out, days or budget or sort == "cost")
     asked = job_question(
         job, overrides or [], cluster, keep=keep or (), tokens=tokens, margin=margin, calibration=calibration,
         failures=failures, model=model,
     )  # fmt: skip
     if any(compare):
-        _compare(asked, compare, as_json=as_json)
+        _compare(asked, compare, f"{job.name} on {cluster}", picture, as_json=as_json)
         return
     if sort == "cost" or days or budget:
         asked = _cheapest(asked, days or 0.0, budget or 0.0, as_json=as_json)
@@ -126,7 +128,11 @@ def search(
         _draw(asked, result, f"{job.name} on {cluster}", picture)
     _show(asked, result, job, why=why, as_json=as_json, picture=picture if result.plans else None)
     if model is not None and not as_json:
+        from closeranks.plan.search.plan_text import config_lines
+
         typer.echo(f"\nPlanned is {model}, not the job's model: closeranks trains Llamas, and modules of your own.")
+        for line in config_lines(asked.question.workload.transformer):
+            typer.echo(line)
     if out is not None:
         _write(asked, result, job, overrides or [], out, quiet=as_json)
 
@@ -142,14 +148,38 @@ def _searched(asked: JobQuestion, limit: int) -> SearchResult:
     return result
 
 
-def _compare(asked: JobQuestion, texts: tuple[str, str], *, as_json: bool) -> None:
+def _check_compared(out: Path | None, by_cost: object) -> None:
+    """Options that belong to a search would be ignored beside two given layouts."""
+    from closeranks.core.errors import UserError
+
+    if out is not None:
+        what = f"{out} was not written: --out writes the plan that is advised, and --compare advises none"
+        raise UserError(
+            what, 'Leave out --compare, and write one of them: layout="LAYOUT" --keep layout --out JOB.toml.'
+        )
+    if by_cost:
+        what = (
+            "--compare stays on the cluster's devices, and --sort cost, --days and --budget look for a number of them"
+        )
+        raise UserError(what, "Leave out one or the other.")
+
+
+def _compare(asked: JobQuestion, texts: tuple[str, str], title: str, picture: Path | None, *, as_json: bool) -> None:
+    from closeranks.cli.pictures import picture_errors_explained
     from closeranks.cli.plan.printing import print_comparison
     from closeranks.cli.plan.question import compared_choice
     from closeranks.plan.search.search import PlanEstimator
 
-    estimator = PlanEstimator(asked.question)
+    estimator, cluster = PlanEstimator(asked.question), asked.question.cluster
     plans = [estimator.plan(compared_choice(text, asked)) for text in texts]
+    if picture is not None:
+        from closeranks.plan.search.plan_picture import draw_plans
+
+        with picture_errors_explained(picture):
+            draw_plans(title, plans, None, cluster.device.memory_bytes, (), cluster.currency, picture)
     print_comparison(asked, plans, texts, as_json=as_json)
+    if picture is not None and not as_json:
+        typer.echo(f"\npicture: {picture}")
 
 
 def _cheapest(asked: JobQuestion, days: float, budget: float, *, as_json: bool) -> JobQuestion:

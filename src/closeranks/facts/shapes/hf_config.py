@@ -37,6 +37,8 @@ class _Family:
     expert_ffn: str = ""
     head_dim: int = 0
     """Where it is not width over heads."""
+    is_encoder: bool = False
+    """Whether every position sees all others, unless the file says that it is a decoder."""
 
 
 _USUAL = {
@@ -48,7 +50,7 @@ _USUAL = {
     "vocab_size": "vocab_size",
 }
 _GPT2 = {"dim": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "ffn_dim": "n_inner"}
-_BERT = _Family(gated=False, tied=True, positions="max_position_embeddings")
+_BERT = _Family(gated=False, tied=True, positions="max_position_embeddings", is_encoder=True)
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(),
@@ -118,11 +120,22 @@ def transformer_of(config: Mapping[str, Any], name: str = "config.json") -> Tran
         num_experts=num_experts,
         experts_per_token=_size(config, "num_experts_per_tok", name) if num_experts else 0,
         expert_ffn_dim=_size(config, family.expert_ffn, name) if family.expert_ffn else 0,
+        num_dense_layers=_num_dense(config, sizes["num_layers"], name) if family.expert_ffn else 0,
         learned_positions=_size(config, family.positions, name) if family.positions else 0,
+        is_causal=not family.is_encoder or _flag(config, "is_decoder", name, default=False),
     )
     if problems := shape_problems(shape):
         raise ModelError(f"{name} describes no model that can be built: {problems[0]}", "Fix the file.")
     return shape
+
+
+def _num_dense(config: Mapping[str, Any], num_layers: int, name: str) -> int:
+    """Layers without experts: those that are listed, and all but every so many."""
+    every = _size(config, "decoder_sparse_step", name, 1)
+    listed = config.get("mlp_only_layers") or ()
+    if not isinstance(listed, (list, tuple)) or not all(type(layer) is int for layer in listed):
+        raise ModelError(f"{name} says mlp_only_layers = {listed!r}, which is no list of layers", "Fix the file.")
+    return sum(layer in listed or (layer + 1) % every != 0 for layer in range(num_layers))
 
 
 def _refusal(kind: object, name: str) -> tuple[str, str]:

@@ -31,6 +31,8 @@ class TransformerShape:
     """Of a mixture of experts: layers with a dense feed-forward."""
     learned_positions: int = 0
     """Rows of a table of learned positions; 0: rotary or none."""
+    is_causal: bool = True
+    """Whether a position sees only those before it; in an encoder every one sees all."""
 
     @property
     def attention_dim(self) -> int:

@@ -37,6 +37,7 @@ class AttentionShape:
     head_dim: int
     num_queries: int
     num_keys: int
+    is_causal: bool = True
 
     @property
     def forward_flops(self) -> float:
@@ -51,9 +52,9 @@ class ForwardBackward:
 
 
 def fused_attention_seconds(
-    shape: AttentionShape, device: Device, precision: str, model: AttentionModel, *, is_causal: bool = True
+    shape: AttentionShape, device: Device, precision: str, model: AttentionModel
 ) -> ForwardBackward:
-    executed = shape.forward_flops * (0.5 if is_causal else 1.0)
+    executed = shape.forward_flops * (0.5 if shape.is_causal else 1.0)
     size = min(1.0, model.small_heads ** ((128 - shape.head_dim) / 64)) if shape.head_dim < 128 else 1.0
     peak = device.peak(precision if precision != "fp8" else "bf16")
     if device.kind == "cpu":

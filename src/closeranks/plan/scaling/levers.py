@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from closeranks.facts.layout import legal_problems
-from closeranks.plan.scaling.scaling import ScalePoint, seconds_of, with_batch
-from closeranks.plan.search.search import Plan, PlanEstimator, search_plans
+from closeranks.plan.scaling.scaling import ScalePoint, seconds_of
+from closeranks.plan.search.search import Plan, PlanEstimator, search_plans, with_batch
 from closeranks.plan.step_time.constants import frozen_constants
 from closeranks.plan.step_time.estimate import StepEstimator
 

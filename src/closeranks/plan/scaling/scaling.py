@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from closeranks.core.errors import UserError
 from closeranks.facts.cluster import with_devices
 from closeranks.plan.search.changes import is_legal
-from closeranks.plan.search.search import Plan, PlanEstimator, PlanQuestion, SearchResult, search_plans
+from closeranks.plan.search.search import Plan, PlanEstimator, PlanQuestion, SearchResult, search_plans, with_batch
 from closeranks.plan.step_time.workload import PlanChoice
 
 COMMUNICATION = (
@@ -130,11 +130,3 @@ def own_plan(point: ScalePoint | None, choice: PlanChoice | None) -> Plan | None
     if point is None or choice is None or not is_legal(choice, point.question):
         return None
     return PlanEstimator(point.question).plan(choice) if choice.layout.num_ranks == point.num_devices else None
-
-
-def with_batch(question: PlanQuestion, global_batch: int) -> PlanQuestion:
-    return replace(
-        question,
-        workload=replace(question.workload, global_batch=global_batch),
-        constraints=replace(question.constraints, global_batch=global_batch),
-    )

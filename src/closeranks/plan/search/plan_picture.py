@@ -1,8 +1,8 @@
 """Draws plans as one picture: time of a step and memory of a device by kind, and cost against time.
 
-Left: a bar per layout, as long as its step. Middle: its memory, with the device's memory as a line. Right: the best
-plan on each number of devices, cost against time. Invariant: every bar and point is an estimate, and matplotlib is
-imported only when a picture is drawn.
+Left: a bar per layout, as long as its step. Middle: its memory, with the device's memory as a line. Right, where more
+than one number of devices was planned: the best plan on each, cost against time. Invariant: every bar and point is an
+estimate, and matplotlib is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def plans_figure(
     currency: str,
 ) -> Any:  # fmt: skip
     plans = plans[:_MOST_BARS]
-    figure = new_figure(title, (15.5, 2.9 + 0.42 * max(len(plans), 5)))
-    grid = figure.add_gridspec(2, 3, width_ratios=(1.15, 1.0, 0.9), height_ratios=(1.0, 0.01))
-    time, memory, cost = (figure.add_subplot(grid[0, place]) for place in range(3))
+    widths = (1.15, 1.0, 0.9)[: 3 if points else 2]
+    figure = new_figure(title, (15.5 * sum(widths) / 3.05, 2.9 + 0.42 * max(len(plans), 5)))
+    grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=(1.0, 0.01))
+    time, memory = (figure.add_subplot(grid[0, place]) for place in range(2))
     names = [_label(plan, is_winner=plan is winner) for plan in plans]
     shown = _bars(time, [time_by_kind(plan) for plan in plans], names)
     legend_below(figure.add_subplot(grid[1, 0]), shown, 3)
@@ -56,7 +57,8 @@ def plans_figure(
     for axes in (time, memory):
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", labelcolor=INK, length=0)
-    _cost_axes(cost, points, currency)
+    if points:
+        _cost_axes(figure.add_subplot(grid[0, 2]), points, currency)
     return figure
 
 

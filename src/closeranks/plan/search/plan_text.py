@@ -13,11 +13,13 @@ from closeranks.facts.cluster import Cluster
 from closeranks.facts.durations import format_duration
 from closeranks.facts.layout import Layout, divisors, legal_problems
 from closeranks.facts.shapes.module_trace import ModuleTrace
+from closeranks.facts.shapes.transformer import TransformerShape, num_active_params, num_params
 from closeranks.plan.memory.estimate import side_by_side
 from closeranks.plan.search.changes import PlanChange, smallest_fitting_change
 from closeranks.plan.search.cost_curve import CostPoint
 from closeranks.plan.search.costs import DAY_S, CostBasis, PlanCosts
-from closeranks.plan.search.reasons import runner_up_needs, why_winner
+from closeranks.plan.search.reasons import why_winner
+from closeranks.plan.search.runner_up import runner_up_needs
 from closeranks.plan.search.search import BORDERLINE, Plan, PlanEstimator, PlanQuestion, SearchResult
 from closeranks.plan.search.space import planned_only
 from closeranks.plan.step_time.workload import PlanChoice
@@ -184,10 +186,11 @@ def why_lines(result: SearchResult) -> list[str]:
     winner = result.winner
     if winner is None:
         return []
-    lines = [why_winner(result)]
+    lines, question = [why_winner(result)], result.question
+    estimator = PlanEstimator(question)
     for number, plan in enumerate(result.plans, 1):
         if plan is not winner:
-            lines.append(f"{number}  {layout_text(plan.choice)}: {runner_up_needs(plan, winner)}")
+            lines.append(f"{number}  {layout_text(plan.choice)}: {runner_up_needs(plan, winner, question, estimator)}")
     return lines
 
 
@@ -239,6 +242,23 @@ def remarks(basis: CostBasis, own: Plan | None, result: SearchResult) -> list[st
     return lines
 
 
+def config_lines(shape: TransformerShape) -> list[str]:
+    """What a model of others has that a Llama has not, and how it was planned."""
+    lines = []
+    if shape.num_experts:
+        dense = f" ({shape.num_dense_layers} layers have none)" if shape.num_dense_layers else ""
+        lines.append(
+            f"A token uses {shape.experts_per_token} of the {shape.num_experts} experts of a layer{dense}: "
+            f"{count_text(num_active_params(shape))} of {count_text(num_params(shape))} weights. Only the tensor "
+            'axis and ZeRO divide experts here; an expert axis is planned only (--compare "expert=2" "expert=1").'
+        )
+    if not shape.is_causal:
+        lines.append(
+            "Its attention is not causal: every position sees all others, which doubles the work of attention."
+        )
+    return lines
+
+
 def comparison_lines(plans: Sequence[Plan], question: PlanQuestion, estimator: PlanEstimator) -> list[str]:
     """Which of them is better and where, what is wrong with each, and what makes one fit that does not."""
     lines = []
@@ -255,7 +275,7 @@ def comparison_lines(plans: Sequence[Plan], question: PlanQuestion, estimator: P
             change = smallest_fitting_change(plan, question, estimator)
             lines.append(f"{name} misses by {gib_text(plan.memory.missing_bytes)}. {fix_text(change)}")
     faster, slower = sorted(plans, key=lambda plan: plan.step.seconds)
-    lines.append(f"{layout_text(slower.choice)} is {runner_up_needs(slower, faster)}.")
+    lines.append(f"{layout_text(slower.choice)} is {runner_up_needs(slower, faster, question, estimator)}.")
     return lines
 
 

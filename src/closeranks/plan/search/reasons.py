@@ -1,4 +1,4 @@
-"""Why did a plan win, and what would another one need to win? One sentence each.
+"""Why did a plan win, and why is none legal? One sentence each.
 
 Invariant: a reason names a part of the estimated time or a number of bytes; nothing is claimed that the estimates do
 not say.
@@ -6,19 +6,11 @@ not say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from closeranks.plan.search.search import Plan, PlanQuestion, SearchResult
 from closeranks.plan.search.space import candidate_layouts_in
 
-_LINK_PARTS = {
-    "tensor communication": "the link inside a host",
-    "data communication": "the link of the data axis",
-    "context communication": "the link of the context axis",
-    "expert communication": "the link of the expert axis",
-    "pipeline sends": "the link between stages",
-}
 _GIB = 1 << 30
 
 
@@ -76,33 +68,3 @@ def nothing_legal(question: PlanQuestion) -> tuple[str, str]:
         return what, "Use fewer devices, or another number of them."
     most = ", ".join(f"{axis}={max(getattr(one, axis) for one in layouts)}" for axis in ("tensor", "pipeline"))
     return f"{what}: the model allows {most} at most", f"Use train.global_batch={least} or more, or fewer devices."
-
-
-def runner_up_needs(plan: Plan, winner: Plan) -> str:
-    """What it loses, where, and how much less of that it would need."""
-    gap = plan.step.seconds - winner.step.seconds
-    if gap <= 0:
-        return f"{-100 * gap / winner.step.seconds:.1f}% faster, and has more moving parts than the winner"
-    behind = f"{100 * gap / winner.step.seconds:.1f}% slower"
-    mine, theirs = _seconds_by_part(plan), _seconds_by_part(winner)
-    name = max(mine, key=lambda part: mine[part] - theirs.get(part, 0.0))
-    excess = mine[name] - theirs.get(name, 0.0)
-    if excess <= 0:
-        return f"{behind}, a little in every part"
-    more = f"{behind}, mostly {name} ({mine[name]:.3g} s against {theirs.get(name, 0.0):.3g} s)"
-    left = mine[name] - gap
-    if left <= 0:
-        return f"{more}; without any of it, it would still lose"
-    return f"{more}; {_needed(name, mine[name] / left, left)}"
-
-
-def _needed(name: str, factor: float, seconds: float) -> str:
-    if name in _LINK_PARTS:
-        return f"it needs {_LINK_PARTS[name]} {factor:.2g} times as fast, or that much more of it hidden"
-    if name == "pipeline bubble":
-        return f"it needs {factor:.2g} times as many micro-batches in a step (a larger global batch)"
-    return f"it needs that at {seconds:.3g} s or less"
-
-
-def _seconds_by_part(plan: Plan) -> Mapping[str, float]:
-    return {part.name: part.seconds for part in plan.step.parts}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from heapq import heappop, heappush
 
 from closeranks.facts.cluster import Cluster
@@ -35,6 +35,14 @@ class PlanQuestion:
     space: SearchSpace = field(default_factory=SearchSpace)
     margin: float = 0.02
     """A simpler plan is preferred if a more complex one gains less than this share."""
+
+
+def with_batch(question: PlanQuestion, global_batch: int) -> PlanQuestion:
+    return replace(
+        question,
+        workload=replace(question.workload, global_batch=global_batch),
+        constraints=replace(question.constraints, global_batch=global_batch),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,8 @@ class TransformerTimer:
     def _attention(self, choice: PlanChoice) -> ForwardBackward:
         heads = max(1, self._shape.num_heads // choice.layout.tensor)
         queries = -(-self._seq_len // choice.layout.context)
-        shape = AttentionShape(choice.micro_batch, heads, self._shape.head_dim, queries, self._seq_len)
+        sizes = (choice.micro_batch, heads, self._shape.head_dim, queries, self._seq_len)
+        shape = AttentionShape(*sizes, is_causal=self._shape.is_causal)
         return self._times.attention(shape, choice)
 
     def _memory(self, tokens: int, choice: PlanChoice, is_expert: bool) -> ForwardBackward:

@@ -42,8 +42,8 @@ class MeasuredTimes:
         )
 
     def attention_s(self, shape: AttentionShape, precision: str) -> ForwardBackward | None:
-        """None for a shard of the positions, which is not measured."""
-        if shape.num_queries != shape.num_keys:
+        """None for a shard of the positions and for attention that is not causal, which are not measured."""
+        if shape.num_queries != shape.num_keys or not shape.is_causal:
             return None
         sizes = (shape.batch, shape.num_heads, shape.num_queries, shape.head_dim, precision)
         forward = self._calibration.attention_s(*sizes)
