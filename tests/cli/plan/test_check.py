@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from closeranks.cli.plan import check
 from closeranks.facts.calibration import Calibration, MemoryPassTime, calibration_text
+from closeranks.run.job.job import load_job
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
 
@@ -49,6 +51,33 @@ def test_a_calibration_changes_what_is_predicted(run: Path, tmp_path: Path) -> N
     assert found["is_calibrated"]
     assert found["step_s"]["predicted"] > 100
     assert "although it rests on a calibration" in found["says"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ((), ""),
+        (
+            ("sync.local.every=8",),
+            "Replicas exchange once in 8 steps (Local SGD); the plan sums gradients in every step.",
+        ),
+        (("sync.compress.name=powersgd",), "What is sent is compressed (powersgd)"),
+    ],
+)
+def test_what_no_plan_contains_is_said(changes: tuple[str, ...], said: str) -> None:
+    notes = check._notes(load_job(ROOT / "examples" / "tiny.toml", changes).value)
+    assert len(notes) == len(changes)
+    assert "".join(notes).startswith(said)
+
+
+def test_why_a_run_has_nothing_to_compare(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    text = (ROOT / "examples" / "tiny.toml").read_text()
+    job.write_text(f"{text}\n[telemetry]\nphases = false\n")
+    assert "ended before its first step" in check._without_steps(tmp_path, job, has_started=False)[0]
+    assert "telemetry.phases off" in check._without_steps(tmp_path, job, has_started=True)[0]
+    job.write_text(text)
+    assert "and the last do not count" in check._without_steps(tmp_path, job, has_started=True)[0]
 
 
 @pytest.mark.world

@@ -62,6 +62,8 @@ def check(
     if found.unplanned:
         shown = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in found.unplanned.items())
         safe_echo(f"\nNot part of a plan, on average per step: {shown}")
+    for note in found.notes:
+        safe_echo(f"\n{note}")
     safe_echo(f"\n{found.sentence()}")
 
 
@@ -84,8 +86,7 @@ def _checked(run: Path, cluster_text: str, calibration_path: Path | None) -> Pla
     starts = [one.started for one in history.starts]
     times = comparable_steps(starts, load_phases(run).steps, history.first_steps) if starts else {}
     if not times:
-        what = f"{run} has no measured step to compare: the first step of each process and the last do not count"
-        raise UserError(what, "Train a few more steps, with telemetry.phases on.")
+        raise UserError(*_without_steps(run, folder.job, has_started=bool(starts)))
     job, started = load_job(folder.job).value, starts[-1]
     layout = Layout.parse(started.layout) if started.layout else layout_for(job, started.world_size)
     cluster = _cluster(cluster_text, started)
@@ -100,7 +101,34 @@ def _checked(run: Path, cluster_text: str, calibration_path: Path | None) -> Pla
         traffic=_traffic(job, layout, [own[-1] for own in times.values()]),
         is_calibrated=cluster.calibration is not None,
         is_one_host=cluster.num_hosts == 1,
+        notes=_notes(job),
     )
+
+
+def _without_steps(run: Path, job: Path, *, has_started: bool) -> tuple[str, str]:
+    """Why a run has nothing to compare, and what to do."""
+    from closeranks.run.job.job import load_job
+
+    if not has_started:
+        return f"{run} has no measured step to compare: it ended before its first step", "Train it again."
+    if not load_job(job).value.telemetry.phases:
+        what = f"{run} has no measured step to compare: it was trained with telemetry.phases off"
+        return what, "Train a few steps with telemetry.phases=true."
+    what = f"{run} has no measured step to compare: the first step of each process and the last do not count"
+    return what, "Train a few more steps."
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    """What the run did that no plan contains."""
+    found = []
+    if job.sync.local.is_on:
+        every = job.sync.local.every
+        found.append(f"Replicas exchange once in {every} steps (Local SGD); the plan sums gradients in every step.")
+    if job.sync.compress.name != "none":
+        found.append(
+            f"What is sent is compressed ({job.sync.compress.name}); the plan's time of the data axis is without."
+        )
+    return tuple(found)
 
 
 def _cluster(text: str, started: RunStarted) -> Cluster:

@@ -56,6 +56,8 @@ class PlanCheck:
     """Bytes that a rank sends in a step, by axis."""
     is_calibrated: bool = False
     is_one_host: bool = True
+    notes: tuple[str, ...] = ()
+    """What the run did that no plan contains."""
 
     @property
     def largest(self) -> CheckedFigure:
@@ -93,6 +95,7 @@ def check_plan(
     traffic: tuple[CheckedFigure, ...] = (),
     is_calibrated: bool = False,
     is_one_host: bool = True,
+    notes: tuple[str, ...] = (),
 ) -> PlanCheck:
     """``planned``: seconds by group."""
     parts = tuple(CheckedFigure(name, planned[name], measured.groups[name]) for name in GROUPS)
@@ -104,6 +107,7 @@ def check_plan(
         traffic,
         is_calibrated,
         is_one_host,
+        notes,
     )
 
 
@@ -122,6 +126,7 @@ def check_json(check: PlanCheck) -> dict[str, Any]:
         "memory_bytes": figures(check.memory),
         "sent_bytes": figures(check.traffic),
         "is_calibrated": check.is_calibrated,
+        "notes": list(check.notes),
         "says": check.sentence(),
     }
 
