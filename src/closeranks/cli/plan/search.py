@@ -103,17 +103,13 @@ def search(
     from closeranks.cli.pictures import check_picture
     from closeranks.cli.plan.job_file import check_out
     from closeranks.cli.plan.question import job_question, require_above_zero, require_cluster
-    from closeranks.core.errors import UserError
 
     require_cluster(cluster, "--cluster 8xh100")
     require_above_zero("--days", days)
     require_above_zero("--budget", budget)
     check_picture(picture)
     check_out(out)
-    if out is not None and model is not None:
-        raise UserError(f"{out} would train the job's model, not {model}", "Leave out --out.")
-    if any(compare):
-        _check_compared(out, days or budget or sort == "cost")
+    _check_together(out, model, is_comparison=any(compare), by_cost=bool(days or budget) or sort == "cost")
     asked = job_question(
         job, overrides or [], cluster, keep=keep or (), tokens=tokens, margin=margin, calibration=calibration,
         failures=failures, model=model,
@@ -128,11 +124,7 @@ def search(
         _draw(asked, result, f"{job.name} on {cluster}", picture)
     _show(asked, result, job, why=why, as_json=as_json, picture=picture if result.plans else None)
     if model is not None and not as_json:
-        from closeranks.plan.search.plan_text import config_lines
-
-        typer.echo(f"\nPlanned is {model}, not the job's model: closeranks trains Llamas, and modules of your own.")
-        for line in config_lines(asked.question.workload.transformer):
-            typer.echo(line)
+        _tell_model(model, asked)
     if out is not None:
         _write(asked, result, job, overrides or [], out, quiet=as_json)
 
@@ -148,10 +140,22 @@ def _searched(asked: JobQuestion, limit: int) -> SearchResult:
     return result
 
 
-def _check_compared(out: Path | None, by_cost: object) -> None:
-    """Options that belong to a search would be ignored beside two given layouts."""
+def _tell_model(model: Path, asked: JobQuestion) -> None:
+    from closeranks.plan.search.plan_text import config_lines
+
+    typer.echo(f"\nPlanned is {model}, not the job's model: closeranks trains Llamas, and modules of your own.")
+    for line in config_lines(asked.question.workload.transformer):
+        typer.echo(line)
+
+
+def _check_together(out: Path | None, model: Path | None, *, is_comparison: bool, by_cost: bool) -> None:
+    """Refuse options that cannot both be meant; those of a search would be ignored beside two given layouts."""
     from closeranks.core.errors import UserError
 
+    if out is not None and model is not None:
+        raise UserError(f"{out} would train the job's model, not {model}", "Leave out --out.")
+    if not is_comparison:
+        return
     if out is not None:
         what = f"{out} was not written: --out writes the plan that is advised, and --compare advises none"
         raise UserError(
