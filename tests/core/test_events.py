@@ -39,6 +39,7 @@ def _values(annotation: str) -> st.SearchStrategy[Any]:
         "str": st.text(max_size=5),
         "float | None": st.none() | number,
         "int | None": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "list[int]": st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
         "list[str]": st.lists(st.text(max_size=3), max_size=3),
         "dict[str, int]": st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63 - 1), max_size=2),
         "dict[str, float]": st.dictionaries(st.text(max_size=3), number, max_size=2),

@@ -44,14 +44,16 @@ COMPONENTS = {  # in the order of the list in run.build, then of those that a se
     "OptimizerStep": "update, moments",
     "LossScaling": "loss scale of fp16",
     "LocalSgd": "local SGD and DiLoCo",
+    "ParameterServers": "votes of stale workers",
     "Ema": "moving average of weights",
+    "Rebalancing": "micro-batches by speed",
     "Batches": "data, cursor, bad records",
     "GradientNoiseScale": "gradient noise scale",
     "GradientCompressionQuality": "error of compression",
     "UnusedParameters": "parameters without gradient",
     "ModelFlops": "FLOPs of your own module",
     "PhaseRecorder": "time by phase, bytes sent",
-    "ResourceUse": "processors, disks, network, GPU",
+    "ResourceUse": "processors, disks, GPU",
     "MemoryRecorder": "memory by kind",
     "SessionCheckpoints": "checkpoints",
     "SessionSnapshots": "copies in memory",
@@ -59,7 +61,8 @@ COMPONENTS = {  # in the order of the list in run.build, then of those that a se
     "StepTraces": "traces on request",
 }
 
-_WIDTH, _HEIGHT = 11.0, 15.2
+_ROW_HEIGHT = 0.27
+_WIDTH, _HEIGHT = 11.0, 11.1 + _ROW_HEIGHT * len(COMPONENTS)
 _INK, _QUIET, _LINE, _PAPER = "#1f2933", "#66727f", "#c3cbd4", "#f6f8fa"
 _BLUE, _GREEN, _ORANGE, _PURPLE, _RED = "#2563a8", "#2f855a", "#c2611a", "#7c4d9e", "#c53030"
 _TINT = {_BLUE: "#e8f0f9", _GREEN: "#e6f4ec", _ORANGE: "#fdf0e4", _PURPLE: "#f2ebf7", _LINE: "#ffffff"}
@@ -234,7 +237,7 @@ def _draw_host(sheet: Sheet, left: float, top: float, name: str) -> None:
 def draw_seam(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
     words = "A run is a list of components. The step calls each phase on those that override it, from top to bottom."
     sheet.heading(x, top, "Seam", words)
-    first, pitch, row_height = x + 4.1, 0.47, 0.27
+    first, pitch = x + 4.1, 0.47
     vote = PHASES.index(VOTE_AFTER) + 1
     places = {name: first + pitch * (index + (0.75 if index >= vote else 0)) for index, name in enumerate(PHASES)}
     beside = {"evaluation": (EVALUATION, _GREEN), "has state": (STATE, _ORANGE)}
@@ -242,7 +245,7 @@ def draw_seam(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
     for index, (name, (methods, color)) in enumerate(beside.items(), start=1):
         marks[name] = (places[PHASES[-1]] + 0.16 + pitch * index, set(methods), color)
     y = top - 1.45
-    bottom = y - row_height * len(facts.components) - 0.02
+    bottom = y - _ROW_HEIGHT * len(facts.components) - 0.02
     middle = (places[PHASES[vote - 1]] + places[PHASES[vote]]) / 2
     sheet.box(middle - 0.17, bottom, 0.34, y - bottom + 0.1, _PURPLE, line=1.0)
     sheet.text(middle, (y + bottom) / 2, "vote: one small all-reduce", 9.2, _PURPLE, rotation=90, weight="bold")
@@ -250,9 +253,9 @@ def draw_seam(sheet: Sheet, facts: Facts, x: float, top: float) -> None:
         ink = _INK if color == _BLUE else color
         sheet.text(place, y + 0.16, name, 9, ink, rotation=45, ha="left", va="bottom", rotation_mode="anchor")
     for name, overridden in facts.components.items():
-        y -= row_height
+        y -= _ROW_HEIGHT
         sheet.line([x, _WIDTH - 0.3], [y - 0.02, y - 0.02], "#e6eaef", zorder=0)
-        middle_y = y + row_height / 2 - 0.02
+        middle_y = y + _ROW_HEIGHT / 2 - 0.02
         sheet.text(x, middle_y, name, 9.2, ha="left", family="monospace")
         sheet.text(x + 2.15, middle_y, COMPONENTS[name], 8.8, _QUIET, ha="left")
         for place, methods, color in marks.values():

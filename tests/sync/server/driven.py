@@ -1,8 +1,7 @@
-"""Reducers with parameter servers, driven step by step in processes of their own, with delays."""
+"""Reducers with parameter servers, driven step by step in processes of their own, one of which is held up."""
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,15 +50,15 @@ def make(kind: str, module: nn.Module, roles: Roles, bound: int, schedule: SyncS
     return chosen(held, group, roles, **CAPS, bound=bound, last_step=lambda step: schedule.next_sync(step) - 1)
 
 
-def drive(kind: str, num_servers: int, num_steps: int, bound: int, every: int, max_delay_s: float = 0.0) -> Seen:
-    """Each worker computes micro-batch ``100 * step + rank`` in each step. Rank 0 is delayed in every third step, the
-    others at random."""
+def drive(kind: str, num_servers: int, num_steps: int, bound: int, every: int, ahead: int = 0) -> Seen:
+    """Each worker computes micro-batch ``100 * step + rank`` in each step. Rank 0 is held up in the second step of each
+    interval until rank 1 begins the step that is ``ahead`` further."""
     rank, roles = dist.get_rank(), Roles(dist.get_world_size() - num_servers, num_servers)
     schedule, module = SyncSchedule(every, 1, num_steps), build()
     chosen = freeze(module, CONFIG)
     reducer = make(kind, module, roles, bound, schedule)
     optimizer = Optimizer(reducer.parameter_shards(), chosen, CONFIG, num_steps=100)
-    factor, draw, seen = torch.tensor(0.1, dtype=torch.float64), random.Random(rank), Seen()
+    factor, seen, store = torch.tensor(0.1, dtype=torch.float64), Seen(), dist.distributed_c10d._get_default_store()
     is_worker = roles.server_rank(rank) is None
 
     def apply(header: PushHeader, staleness: float) -> None:
@@ -73,7 +72,10 @@ def drive(kind: str, num_servers: int, num_steps: int, bound: int, every: int, m
         seen.began.append(time.monotonic())
         seen.versions.append(reducer.staleness if isinstance(reducer, StaleReducer) else 0)
         if is_worker:
-            time.sleep(max_delay_s * ((step % 3 == 0) if rank == 0 else draw.random()))
+            if rank == 1:
+                store.set(f"began/{step}", "")
+            elif rank == 0 and ahead and step % every == 1:
+                store.wait([f"began/{step + ahead}"])
             _backward(reducer, module, 100 * step + rank)
         reducer.finish()
         seen.pushed.append(time.monotonic())
