@@ -127,6 +127,8 @@ class StepDone(Event):
     staleness: float = 0.0
     """With stale or asynchronous parameter servers: how many steps of updates the weights lacked that gradients were
     computed with, on average."""
+    dropped: list[int] = field(default_factory=list)
+    """With backup workers: the workers whose pushes came too late for this step."""
     num_bad: int = 0
     """Bad samples of this step, over all ranks, which have no weight."""
     memory_bytes: int = 0
@@ -370,6 +372,26 @@ class SlowRank(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PushesDropped(Event):
+    """What backup workers have left out since the run began, at its end and wherever it stops; nothing was lost: later
+    steps took the same samples."""
+
+    name: ClassVar[str] = "pushes_dropped"
+    step: int = 0
+    """Steps of the run so far."""
+    dropped: list[int] = field(default_factory=list)
+    """By worker: steps that left it out."""
+    samples: list[int] = field(default_factory=list)
+    """By worker: samples that steps took from it. The bias: a worker that is often late has less than an even share."""
+    returned: int = 0
+    """Samples that came too late for a step and were taken by a later one,"""
+    returned_weight: float = 1.0
+    """and their mean weight (tokens) over that of all samples: above 1, samples that take long come later."""
+    waiting: int = 0
+    """Samples still to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class SharesChanged(Event):
     """From the next step on, slower workers take fewer micro-batches of each step, or more again."""
 
@@ -445,7 +467,7 @@ _EVENTS: dict[str, type[Event]] = {
         *(RunStarted, FlopsCounted, StepDone, StepPhases, Resources, MemoryUsed, Evaluated),
         *(Saved, SaveFailed, Pruned, Resumed, Warned, RunEnded),
         *(Snapshotting, Restored, RankLost, RanksClosed, SlowRank, HostChanged, Compressed, NoiseSeen, Standstill),
-        *(SharesChanged, Launched, LaunchEnded),
+        *(PushesDropped, SharesChanged, Launched, LaunchEnded),
     )
 }
 

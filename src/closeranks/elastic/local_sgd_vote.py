@@ -12,13 +12,26 @@ same bits for every step, so all ranks act on a request together, and only at ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from closeranks.core import requests
 from closeranks.core.protocols import ReduceGroup
-from closeranks.elastic.vote import NONFINITE, NUM_DERIVED, WEIGHT, Ballot, StepOutcome, Verdict, Vote, sizes_of
+from closeranks.core.requests import RunRequest
+from closeranks.elastic.vote import (
+    NONFINITE,
+    NUM_DERIVED,
+    REQUESTS,
+    WEIGHT,
+    Ballot,
+    StepOutcome,
+    Verdict,
+    Vote,
+    sizes_of,
+)
 
 
 class LocalSgdVerdict(Verdict):
@@ -90,6 +103,33 @@ class LocalSgdVote(Vote):
         """All-reduce one matrix for the synchronization interval: one row per step, the same number on all ranks."""
         closing, self._round = self._round, []
         rows = torch.stack([verdict.row for verdict in closing])
-        summed = self._world.sum(rows if self._contributes else torch.zeros_like(rows))
+        summed = self._world.sum(self._contribution(rows))
         for verdict, row in zip(closing, summed, strict=True):
             verdict.close_interval(row, self._num_replica_groups)
+
+    def _contribution(self, rows: Tensor) -> Tensor:
+        return rows if self._contributes else torch.zeros_like(rows)
+
+
+class BackupVote(LocalSgdVote):
+    """Some ballots are dropped, with the late push that they go with. Their requests must not be lost: each rank adds
+    them to the last row of the interval. ``is_dropped``: whether this rank's ballot on the latest step was."""
+
+    is_dropped: Callable[[], bool]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dropped: frozenset[RunRequest] = frozenset()
+
+    def _settled(self, ballot: Ballot, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
+        settled = super()._settled(ballot, loss_scale)
+        if self.is_dropped():
+            self._dropped |= ballot.requests
+        return settled
+
+    def _contribution(self, rows: Tensor) -> Tensor:
+        rows = super()._contribution(rows)
+        dropped, self._dropped = self._dropped, frozenset()
+        if dropped:
+            rows[-1, REQUESTS] += torch.tensor(requests.encode(dropped), dtype=rows.dtype, device=rows.device)
+        return rows

@@ -27,6 +27,7 @@ NUM_DERIVED = 4  # taken, factor, norm, loss scale
 WEIGHT, NONFINITE = 1, 3  # indices into the sums
 _NUM_BAD = 4
 _NUM_FIXED = 5 + requests.NUM_SLOTS  # sums that every vote has, before those of the metrics
+REQUESTS = slice(_NUM_BAD + 1, _NUM_FIXED)
 _TINY = 1e-6  # as in torch's own clipping
 
 
@@ -95,7 +96,7 @@ class Verdict:
             self._event.synchronize()
         values = self._host.tolist()
         sums, (taken, _, norm, loss_scale) = values[:-NUM_DERIVED], values[-NUM_DERIVED:]
-        loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[_NUM_BAD + 1 : _NUM_FIXED], sums[_NUM_FIXED:]
+        loss, weight, asked, rest = sums[0], sums[WEIGHT], sums[REQUESTS], sums[_NUM_FIXED:]
         metrics, numbers = rest[: len(self._names)], iter(rest[len(self._names) :])
         is_empty, weight = weight == 0, weight or 1.0
         return StepOutcome(

@@ -92,7 +92,11 @@ class ServerConfig(ConfigTable):
     bound: int = Field(default=1, ge=0)
     """stale: steps that a worker may be ahead; 0 trains as sync does. async: pushes whose answer it need not await."""
     every: int = Field(default=32, ge=1)
-    """stale and async: steps between synchronizations of all ranks, the points of saving, evaluation and recovery."""
+    """stale, async and with backup workers: steps between synchronizations of all ranks, the points of saving,
+    evaluation and recovery."""
+    backup: int = Field(default=0, ge=0)
+    """sync: a step takes the first pushes to arrive, of all workers but this many. Later ones are dropped, and their
+    samples are taken by a later step of the same epoch. Two runs never have the same bits."""
     staleness_lr: bool = False
     """stale and async: divide the learning rate of an update by 1 + its staleness in steps."""
 
@@ -103,7 +107,7 @@ class ServerConfig(ConfigTable):
     @property
     def waits_for_all(self) -> bool:
         """Whether all ranks are at the same step: true without servers too."""
-        return not self.is_on or self.mode == "sync"
+        return not self.is_on or (self.mode == "sync" and not self.backup)
 
 
 class SyncConfig(ConfigTable):

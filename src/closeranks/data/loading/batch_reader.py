@@ -115,9 +115,15 @@ class BatchReader:
 
     def read_next(self) -> LoadedBatch:
         planned = self._lookahead.next()
-        micro_batch = planned.micro_batch
+        return self._read(planned.micro_batch, planned.ids)
+
+    def read_again(self, micro_batch: MicroBatch) -> LoadedBatch:
+        """A micro-batch of any step, besides those of the sequence."""
+        return self._read(micro_batch, self.plan.order.between(micro_batch.first, micro_batch.last))
+
+    def _read(self, micro_batch: MicroBatch, ids: Ints) -> LoadedBatch:
         with measure() as times:
-            checked = self._sample_reader.read(planned.ids, self._after(micro_batch))
+            checked = self._sample_reader.read(ids, self._after(micro_batch))
         return LoadedBatch(_without(micro_batch, len(checked.skipped)), checked.batch, checked.skipped, times)
 
     def _after(self, micro_batch: MicroBatch) -> Iterator[Ints]:

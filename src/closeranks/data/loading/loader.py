@@ -10,8 +10,10 @@ Call sequence, by the loop: ``start(step)``, ``take(step)``, ``take(step + 1)``,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from threading import Lock
 
 import torch
 
@@ -57,6 +59,9 @@ class Loader:
         self._fork_server: ForkServerClient | None = None
         self._pool: LoaderWorkerPool | None = None
         self._reader: BatchReader | None = None
+        self._rereader: BatchReader | None = None
+        self._reading = Lock()
+        """Held by the thread that uses the source in this process."""
         self._prefetch_thread: PrefetchThread | None = None
         self._load: Callable[[int], list[LoadedBatch]] | None = None
         self._failure: CloseranksError | None = None
@@ -100,8 +105,8 @@ class Loader:
             self._pool = LoaderWorkerPool(plan, step, self._running_fork_server())
             load = self._pool.read
         else:
-            self._reader = BatchReader(plan, step)
-            load = self._reader.read
+            self._reader, self._reading = BatchReader(plan, step), Lock()
+            load = partial(_read_locked, self._reader, self._reading)
         self._load = self._transfer.with_pinning(load)
         if settings.prefetch and not (settings.workers and not self._transfer.is_cuda):
             depth = 1 if settings.workers else settings.prefetch  # processes read ahead themselves; a thread pins
@@ -127,6 +132,17 @@ class Loader:
         self.last_times = sum((one.times for one in loaded), StageTimes())
         return self._transfer.to_device(loaded)
 
+    def read_again(self, micro_batches: Sequence[MicroBatch]) -> list[LoadedBatch]:
+        """Micro-batches of earlier steps, on the device. Not prefetched: the caller waits while they are read."""
+        began = time.perf_counter()
+        with self._reading:
+            if micro_batches and self._rereader is None:
+                known = {} if self._quarantine is None else self._quarantine.by_sample()
+                self._rereader = BatchReader(replace(self._plan, known=known), 0)
+            loaded = [self._rereader.read_again(one) for one in micro_batches] if self._rereader else []
+        self.wait_s += time.perf_counter() - began
+        return self._transfer.to_device(loaded)
+
     def close(self) -> None:
         """Stop prefetching; threads and processes are gone when this returns, within seconds. Safe to call twice;
         ``start`` reopens the loader."""
@@ -139,7 +155,7 @@ class Loader:
         self._next = self._load = None
         pool, self._pool = self._pool, None
         prefetch_thread, self._prefetch_thread = self._prefetch_thread, None
-        reader, self._reader = self._reader, None
+        reader, self._reader, self._rereader = self._reader, None, None
         if pool is not None:
             pool.stop()
         if prefetch_thread is not None:
@@ -157,3 +173,8 @@ class Loader:
             self._fork_server = None
         self._fork_server = self._fork_server or ForkServerClient()
         return self._fork_server
+
+
+def _read_locked(reader: BatchReader, reading: Lock, step: int) -> list[LoadedBatch]:
+    with reading:
+        return reader.read(step)

@@ -23,6 +23,7 @@ from closeranks.data.loading.quarantine import Quarantine
 from closeranks.data.loading.read_settings import ReadSettings
 from closeranks.data.sampling.job_order import order_of
 from closeranks.data.sampling.order import BatchSchedule
+from closeranks.data.sampling.returned import ReturnedMicroBatches
 from closeranks.data.source import as_loader_source
 from closeranks.elastic.vote import Vote
 from closeranks.facts.layout import Layout
@@ -37,6 +38,7 @@ from closeranks.parallel.process_group import RankGroup, WorldGroup, open_world_
 from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
 from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings
 from closeranks.run.builder.reduction_choice import ReductionChoice, choose_reduction, freeze_step
+from closeranks.run.components.backup_workers import BackupWorkers
 from closeranks.run.components.batches import Batches, check_dataset_lengths
 from closeranks.run.components.component import Component, Components
 from closeranks.run.components.compression_quality import CompressionQuality, GradientCompressionQuality
@@ -294,6 +296,8 @@ def make_strategy(
     sync = context.job.sync
     if sync.local.is_on:
         return LocalSgd(context, model, reducer, batches)
+    if sync.server.backup:
+        return BackupWorkers(context, model, reducer, optimizer, owners, batches)
     return ParameterServers(context, model, reducer, optimizer, owners) if sync.server.is_on else None
 
 
@@ -400,6 +404,8 @@ def make_batches(
         logs_samples=job.data.log_samples,
         must_agree=job.data.on_bad == "skip" and groups.tensor.size * groups.pipeline.size > 1,
         num_shares=_num_shares(job, groups),
+        returned=ReturnedMicroBatches(schedule, workers.num_workers) if job.sync.server.backup else None,
+        worker=workers.worker_rank(groups.data.rank),
     )
 
 

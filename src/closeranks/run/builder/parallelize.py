@@ -27,6 +27,7 @@ from closeranks.sync.reducers.all_reduce import AllReduceReducer
 from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
 from closeranks.sync.reducers.sharded import ShardedReducer
 from closeranks.sync.server.asynchronous import AsynchronousReducer
+from closeranks.sync.server.backup import BackupReducer
 from closeranks.sync.server.reducer import ServerReducer
 from closeranks.sync.server.roles import roles
 from closeranks.sync.server.stale import StaleReducer
@@ -80,13 +81,16 @@ def make_reducer(
     """``reduction_factory``: None for torch's own collectives; ``bucket_mib``: the size that
     ``sync.bucket_mib = "auto"`` chose."""
     sync = job.sync
-    buckets = {**sync.bucket_caps(bucket_mib)._asdict(), "overlap": sync.overlap}
+    buckets: dict[str, Any] = {**sync.bucket_caps(bucket_mib)._asdict(), "overlap": sync.overlap}
     if sync.server.is_on:
         servers = applied.held, groups.data, roles(sync, groups.data.size)
-        if sync.server.mode == "sync":
+        if sync.server.waits_for_all:
             return ServerReducer(*servers, **buckets)
+        buckets["last_step"] = lambda step: schedule.next_sync(step) - 1
+        if sync.server.backup:
+            return BackupReducer(*servers, **buckets)
         kind = StaleReducer if sync.server.mode == "stale" else AsynchronousReducer
-        return kind(*servers, **buckets, bound=sync.server.bound, last_step=lambda step: schedule.next_sync(step) - 1)
+        return kind(*servers, **buckets, bound=sync.server.bound)
     options: dict[str, Any] = {
         **buckets,
         "reduction_factory": reduction_factory,

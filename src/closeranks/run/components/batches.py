@@ -8,18 +8,20 @@ that any of them may save it and all stop together when it overflows.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from closeranks.core.errors import DataError, SetupError
+from closeranks.core.errors import CheckpointError, DataError, SetupError
 from closeranks.core.events import Event, SharesChanged, Warned
 from closeranks.core.system.append_file import AppendFile
 from closeranks.data.loading.batch_reader import LoadedBatch
 from closeranks.data.loading.loader import Loader
 from closeranks.data.loading.quarantine import BadSample, Quarantine, merge
 from closeranks.data.sampling.order import MicroBatch, SampleOrder
+from closeranks.data.sampling.returned import ReturnedMicroBatches
 from closeranks.data.source import LoaderSource
 from closeranks.data.timing import StageTimes
 from closeranks.elastic.vote import Ballot
@@ -52,6 +54,10 @@ class Batches(Component):
     differed, a collective would hang."""
     num_shares: int = 0
     """Among how many data ranks (with local SGD, replicas) micro-batches are divided by speed; 0: always evenly."""
+    returned: ReturnedMicroBatches | None = None
+    """Micro-batches that earlier steps did not take; None: every step takes all of its own."""
+    worker: int | None = None
+    """This rank's number among those that compute micro-batches."""
     _changes: dict[int, SharesChanged] = field(default_factory=dict)
     """By the step after which shares changed, until that is reported."""
     _times: StageTimes = field(default_factory=StageTimes)
@@ -59,6 +65,8 @@ class Batches(Component):
     _found: dict[int, tuple[BadSample, ...]] = field(default_factory=dict)
     """Bad samples that this rank found, by step, for steps that are not settled yet."""
     _log: AppendFile | None = None
+    _unsettled: dict[int, bytes] = field(default_factory=dict)
+    """By step: lines of the log that are written once the step has taken them."""
 
     @property
     def rank(self) -> int:
@@ -93,10 +101,15 @@ class Batches(Component):
             fix = "Make it writable, or set data.log_samples = false."
             raise SetupError(f"cannot write {path}: {error.strerror}", fix, rank=self.rank) from error
 
+    def assigned(self, step: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step: those that were returned to it, then its own."""
+        return (*self._returned_to_this(step), *self.loader.assigned(step))
+
     def load_step(self, step: int, assigned: Sequence[MicroBatch]) -> Sequence[LoadedBatch]:
         """Load the micro-batches of a step that are ``assigned`` to this rank. The samples of a padding micro-batch are
         counted by another rank."""
-        loaded = self.loader.take(step)
+        own = self.loader.take(step)
+        loaded = [*self.loader.read_again(self._returned_to_this(step)), *own]
         if self.must_agree:
             self._agree(loaded, step)
         self._times += self.loader.last_times
@@ -107,6 +120,20 @@ class Batches(Component):
             if self._log is not None:
                 self._write(step, own)
         return loaded
+
+    def skip_step(self, step: int) -> None:
+        """Leave out this rank's micro-batches of a step."""
+        self.loader.take(step)
+
+    def settle(self, step: int, taken: Sequence[int]) -> None:
+        """``taken``: the workers whose micro-batches the step took; the others' are returned."""
+        assert self.returned is not None
+        self.returned.settle(step, taken)
+        lines = self._unsettled.pop(step, b"")
+        if self.worker not in taken:
+            self._found.pop(step, None)  # whoever takes them finds them bad again
+        elif self._log is not None and lines:
+            self._log.write(lines)
 
     def figures(self, index: int) -> Mapping[str, Any]:
         """Times of reading since the last call."""
@@ -160,7 +187,15 @@ class Batches(Component):
 
     def tree(self) -> dict[str, Any]:
         shares = {"shares": list(self.loader.shares)} if self.loader.shares else {}
-        return {"data": {"quarantine": self.quarantine.state(), **shares}}
+        waiting = self.returned.state() if self.returned else []
+        returned = {"returned": waiting} if waiting else {}
+        return {"data": {"quarantine": self.quarantine.state(), **shares, **returned}}
+
+    def check(self, saved: SavedState) -> None:
+        waiting = saved.tree.get("data", {}).get("returned", ())
+        if waiting and self.returned is None:
+            what = f"{len(waiting)} micro-batches of the saved run were dropped by its steps and are still to be taken"
+            raise CheckpointError(what, "Keep sync.server.backup at 1 or more, or resume from the end of an epoch.")
 
     def restore(self, saved: SavedState) -> None:
         """Saved shares are ignored if this run has another number of them or does not balance by speed."""
@@ -168,6 +203,11 @@ class Batches(Component):
         self.quarantine.load(state.get("quarantine", ()))
         shares = tuple(map(int, state.get("shares", ())))
         self.loader.set_shares(shares if len(shares) == self.num_shares else ())
+        if self.returned is not None:
+            self.returned.load(state.get("returned", ()))
+
+    def _returned_to_this(self, step: int) -> tuple[MicroBatch, ...]:
+        return () if self.returned is None or self.worker is None else self.returned.assigned(step, self.worker)
 
     def _agree(self, loaded: Sequence[LoadedBatch], step: int) -> None:
         """Ranks of one replica each read the same samples: if one finds a sample bad that another does not (a damaged
@@ -201,7 +241,16 @@ class Batches(Component):
             }
             for one in loaded
         ]
-        self._log.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        if self.returned is not None:
+            now = round(time.time(), 3)
+            rows = [
+                row | {"of_step": one.micro_batch.step + 1, "time": now} for row, one in zip(rows, loaded, strict=True)
+            ]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+        if self.returned is not None:
+            self._unsettled[step] = lines
+        else:
+            self._log.write(lines)
 
 
 def check_dataset_lengths(lengths: Sequence[str], identity: str) -> None:

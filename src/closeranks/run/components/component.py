@@ -5,6 +5,7 @@ in the order of the list in ``run.builder.build``, which is the same on every ra
 
     begin            the step opens
     loaded           its micro-batches are on the device
+    cancels          asked before each micro-batch: is the rest of this rank's share of the step left out?
     before_forward   a micro-batch is about to run through one of this rank's stages
     before_backward  its loss is known (not called with a pipeline, whose schedule runs backward)
     after_backward   its gradients are added up (likewise)
@@ -59,6 +60,10 @@ class Component:
     def begin(self, index: int) -> None: ...
 
     def loaded(self, index: int, batches: Sequence[LoadedBatch]) -> None: ...
+
+    def cancels(self, index: int) -> bool:
+        """Whether nobody would count what this rank has not computed yet. Not asked with a pipeline."""
+        return False
 
     def before_forward(self, micro_batch: MicroBatch, stage: int) -> None: ...
 

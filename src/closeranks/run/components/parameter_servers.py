@@ -49,18 +49,10 @@ class ParameterServers(Component):
         self._roles = roles(context.job.sync, groups.data.size)
         self._server = self._roles.server_rank(groups.data.rank)
         self._clip = context.job.optim.clip
-        self._reducer = None if self._config.waits_for_all else cast("StaleReducer", reducer)
+        is_stale = self._config.mode != "sync"
+        self._reducer = cast("StaleReducer", reducer) if is_stale else None
         self._asynchronous = cast("AsynchronousReducer", reducer) if self._config.mode == "async" else None
-        self.vote = Vote(groups.world, model.spec.metrics, clip=self._clip)
-        if self._reducer is not None:
-            self.vote = LocalSgdVote(
-                BallotExchange(groups.data, self._roles, owners, self._config.bound),
-                groups.world,
-                model.spec.metrics,
-                clip=self._clip,
-                num_replica_groups=1,
-                contributes=self._server == 0,
-            )
+        self.vote = self._make_vote(model.spec.metrics, owners)
         if self._asynchronous is not None:
             self._asynchronous.apply = self._apply
         if context.device.type != "cpu":
@@ -68,7 +60,20 @@ class ParameterServers(Component):
             raise ConfigError([Problem("sync.server.count", what, 'Set it to 0, or run.device = "cpu".')])
         if not self._config.waits_for_all and any(model.statistics):
             what = "batch norm's running statistics are averaged over all ranks in every step"
-            raise ConfigError([Problem("sync.server.mode", what, 'Set it to "sync".')])
+            place, fix = ("mode", 'Set it to "sync".') if is_stale else ("backup", "Set it to 0.")
+            raise ConfigError([Problem(f"sync.server.{place}", what, fix)])
+
+    @property
+    def _vote_options(self) -> dict[str, Any]:
+        """Of a vote that is held among the servers."""
+        return {"clip": self._clip, "num_replica_groups": 1, "contributes": self._server == 0}
+
+    def _make_vote(self, metrics: Sequence[str], owners: RankGroup) -> Vote:
+        groups = self._context.groups
+        if self._config.waits_for_all:
+            return Vote(groups.world, metrics, clip=self._clip)
+        exchange = BallotExchange(groups.data, self._roles, owners, self._config.bound)
+        return LocalSgdVote(exchange, groups.world, metrics, **self._vote_options)
 
     def before_vote(self, index: int, ballot: Ballot) -> None:
         if self._reducer is None:
@@ -109,5 +114,8 @@ def describe_servers(config: ServerConfig, of: Roles) -> str:
     who = f"{pluralize(of.num_workers, 'worker')} and {pluralize(of.num_servers, 'parameter server')}"
     if config.waits_for_all:
         return f"{who}, synchronous"
+    if config.backup:
+        taken = f"a step takes the first {of.num_workers - config.backup} pushes"
+        return f"{who}, {taken}, synchronized every {pluralize(config.every, 'step')}"
     what = f"at most {pluralize(config.bound, 'step')} stale" if config.mode == "stale" else "asynchronous"
     return f"{who}, {what}, synchronized every {pluralize(config.every, 'step')}"

@@ -179,6 +179,7 @@ def check_servers(job: Job) -> Iterable[Problem]:
         noise_every=job.train.noise_every,
         ema=job.optim.ema,
         precision=job.train.precision,
+        deterministic=job.run.deterministic,
     )
 
 

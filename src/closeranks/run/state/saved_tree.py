@@ -39,6 +39,7 @@ class _BadSample(_Values):
 class _Data(_Values):
     quarantine: list[_BadSample] = []
     shares: list[_Count] = []
+    returned: list[Annotated[list[_Count], Field(min_length=4, max_length=4)]] = []
 
 
 class _Noise(_Values):

@@ -37,7 +37,7 @@ class Step:
         self._timer, self._phases = context.step_timer, engine.components.phases
         self.index = index
         """Number of steps finished before this one."""
-        self._assigned = engine.batches.loader.assigned(index)
+        self._assigned = engine.batches.assigned(index)
         self._loaded: Sequence[LoadedBatch] = ()
         self._num_taken = self._num_done = 0
         self._is_taken = self._is_committed = False
@@ -72,6 +72,8 @@ class Step:
             what = "a pipeline runs its micro-batches in the order of its schedule, not one by one"
             raise UserError(what, "Call step.run() instead of iterating over the step.", step=self.index + 1)
         for number, loaded in enumerate(self._load(), start=1):
+            if self._is_cancelled():
+                return
             self._before_forward(loaded.micro_batch)
             self._num_taken = number
             with model.precision.context(model.device):
@@ -141,16 +143,26 @@ class Step:
             raise UserError(what, "Call step.run() once, or iterate over the step once.", step=self.index + 1)
         self._is_taken = True
         self._timer.enter_phase(WorkerPhase.DATA)
+        if self._is_cancelled():
+            self._engine.batches.skip_step(self.index)
+            return ()
         self._loaded = self._engine.batches.load_step(self.index, self._assigned)
         for loaded in self._phases["loaded"]:
             loaded(self.index, self._loaded)
         self._timer.start()
         return self._loaded
 
+    def _is_cancelled(self) -> bool:
+        """Whether the rest of this rank's micro-batches is left out, since nobody would count them."""
+        if not any(cancels(self.index) for cancels in self._phases["cancels"]):
+            return False
+        self._assigned = self._assigned[: self._num_done]
+        return True
+
     def _before_forward(self, micro_batch: MicroBatch, stage: int = 0) -> None:
         """Called before a micro-batch's forward in one of this rank's stages."""
         context = self._engine.context
-        seed_generators(context.device, derive_seed(context.job.run.seed, "step", self.index, micro_batch.index))
+        seed_generators(context.device, derive_seed(context.job.run.seed, "step", micro_batch.step, micro_batch.index))
         for before in self._phases["before_forward"]:
             before(micro_batch, stage)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from closeranks.core.phases import PendingWork
 from closeranks.sync.reducers.local_parameters import CommGroup
 
-BALLOT_TAG, HEADER_TAG = 1, 2
+BALLOT_TAG, HEADER_TAG, DECISION_TAG, COUNT_TAG = 1, 2, 3, 4
 _FIRST_BUCKET_TAG = 16
 
 

@@ -60,9 +60,12 @@ class PushReduction:
         """Ask for a worker's pushes of ``step`` and those after it, see [Note: posted ahead]."""
         end = min(step + self._bound, self._last_step(step)) + 1
         for number in range(max(step, self._next_step[worker]), end):
-            row = torch.empty_like(self._slice, device=self._device)
-            self._posted[worker][number] = Messages([receive(row, self._group, worker, self._tag)], [row])
+            self._posted[worker][number] = self._asked(worker)
             self._next_step[worker] = number + 1
+
+    def _asked(self, worker: int) -> Messages:
+        row = torch.empty_like(self._slice, device=self._device)
+        return Messages([receive(row, self._group, worker, self._tag)], [row])
 
     def take(self, worker: int, step: int) -> Tensor:
         """Wait for one worker's push."""
@@ -78,16 +81,19 @@ class PushReduction:
             for worker in range(1, roles.num_workers):
                 arriving.add_(self.take(worker, self._step))
             return
-        count_sent(PHASE, outgoing.nbytes)
-        slices = outgoing.view(roles.num_servers, -1)
-        works = [
-            work
-            for server, part in enumerate(slices)
-            for work in send(part, self._group, [roles.num_workers + server], self._tag)
-        ]
-        self.sent.append((self._step, Messages(works, [outgoing])))
+        self._send(outgoing)
         if not self._bound:
             yield TimedWork(self.sent[-1][1], PHASE)
+
+    def _send(self, outgoing: Tensor) -> None:
+        """On a worker: to each server its slice."""
+        count_sent(PHASE, outgoing.nbytes)
+        works = [
+            work
+            for server, part in enumerate(outgoing.view(self._roles.num_servers, -1))
+            for work in send(part, self._group, [self._roles.num_workers + server], self._tag)
+        ]
+        self.sent.append((self._step, Messages(works, [outgoing])))
 
     def all_reduce(self, flat: Tensor) -> AsyncReduction:
         raise NotImplementedError("servers own slices; nobody gets the whole sum")

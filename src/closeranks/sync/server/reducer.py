@@ -52,6 +52,8 @@ class ServerReducer(ShardedReducer):
 
     ``group``: all data ranks, workers first; ``bound``: how many steps a worker may be ahead of the servers."""
 
+    push_kind = PushReduction
+
     def __init__(
         self,
         held: Sequence[LocalParameter],
@@ -69,7 +71,7 @@ class ServerReducer(ShardedReducer):
         self._pushes: list[PushReduction] = []
 
         def make_push(spec: FlatBufferSpec) -> PushReduction:
-            push = PushReduction(spec, group, roles, bucket_tag(len(self._pushes)), bound, last_step)
+            push = self.push_kind(spec, group, roles, bucket_tag(len(self._pushes)), bound, last_step)
             self._pushes.append(push)
             return push
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from closeranks.core.errors import Problem
 from closeranks.facts.layout import Layout, pluralize
-from closeranks.sync.config import SyncConfig
+from closeranks.sync.config import ServerConfig, SyncConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,11 @@ def planned_layout(sync: SyncConfig, layout: Layout) -> Layout:
 
 
 def job_problems(
-    sync: SyncConfig, *, batch_norm: str, noise_every: int, ema: float, precision: str
+    sync: SyncConfig, *, batch_norm: str, noise_every: int, ema: float, precision: str, deterministic: bool
 ) -> Iterator[Problem]:
     """What is wrong with ``[sync.server]`` in a job, as far as one can tell without knowing the workers."""
+    if sync.server.backup:
+        yield from _backup_problems(sync.server, deterministic)
     if not sync.server.is_on:
         return
     if sync.local.is_on:
@@ -61,12 +63,30 @@ def job_problems(
         yield Problem("train.noise_every", what, "Set it to 0, or sync.server.count = 0.")
     if sync.server.waits_for_all:
         return
+    wait = "sync.server.backup = 0" if sync.server.backup else 'sync.server.mode = "sync"'
     if ema:
         what = "the average is taken of the weights of a step, and workers hold those of different steps"
-        yield Problem("optim.ema", what, 'Set it to 0, or sync.server.mode = "sync".')
+        yield Problem("optim.ema", what, f"Set it to 0, or {wait}.")
     if precision == "fp16":
         what = "the loss scale follows from the verdict on every step, which workers do not wait for"
-        yield Problem("train.precision", what, 'Use "bf16", or sync.server.mode = "sync".')
+        yield Problem("train.precision", what, f'Use "bf16", or {wait}.')
+
+
+def _backup_problems(server: ServerConfig, deterministic: bool) -> Iterator[Problem]:
+    """Where leaving out late pushes could not be exact, or would mean nothing."""
+    place = "sync.server.backup"
+    if not server.is_on:
+        what = "it is the servers that leave out late pushes, and there are none: an all-reduce cannot leave out a rank"
+        yield Problem(place, what, "Set sync.server.count to 1 or more, or this to 0.")
+    elif server.mode == "stale":
+        what = 'with mode = "stale" a late push goes into a later update, so none can be left out'
+        yield Problem(place, what, 'Set it to 0, or sync.server.mode = "sync".')
+    elif server.mode == "async":
+        what = 'with mode = "async" every push is an update of its own, so none is late'
+        yield Problem(place, what, 'Set it to 0, or sync.server.mode = "sync".')
+    if deterministic:
+        what = "which workers are late differs from run to run, so two runs cannot have the same bits"
+        yield Problem(place, what, "Set it to 0, or run.deterministic = false.")
 
 
 def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
@@ -81,3 +101,8 @@ def layout_problems(sync: SyncConfig, layout: Layout) -> Iterator[Problem]:
         servers = pluralize(sync.server.count, "server")
         what = f"{servers} of {pluralize(layout.data, 'rank')} leave no worker: servers are counted among the ranks"
         yield Problem("sync.server.count", what, f"Start with -n {sync.server.count + 1} or more, or set it lower.")
+    elif layout.data - sync.server.count <= sync.server.backup:
+        workers = pluralize(layout.data - sync.server.count, "worker")
+        what = f"of {workers} a step may leave out {sync.server.backup}, so it would wait for none"
+        fix = f"Start with -n {sync.server.count + sync.server.backup + 1} or more, or set it lower."
+        yield Problem("sync.server.backup", what, fix)

@@ -46,6 +46,7 @@ class StaleReducer(ServerReducer):
         self._receiver = WeightsReceiver([bucket.weights for bucket in self._buckets], self._next_version)
         self._sent: deque[Messages] = deque()
         """Versions that this server has sent."""
+        self._max_sent = bound + 1
         self._is_synchronized = True
 
     @property
@@ -73,7 +74,7 @@ class StaleReducer(ServerReducer):
 
     def _send_version(self) -> None:
         self._sent.append(self._send_to(range(self._roles.num_workers), copies=True))
-        while len(self._sent) > self._bound + 1:
+        while len(self._sent) > self._max_sent:
             self._sent.popleft().wait()
 
     def _synchronize(self) -> None:
