@@ -16,7 +16,7 @@ from closeranks.core.errors import ConfigError
 from closeranks.core.events import Restored, RunStarted
 from closeranks.testing import run_world
 from tests.elastic.snapshot_files import shared_memory
-from tests.run.generations import Case, assert_same, events, losses, run, run_and_die
+from tests.run.generations import Case, assert_same, events, losses, run, run_and_die, state
 from tests.run.small import net, open_session
 from tests.run.trajectories import Trajectory, alone, largest_difference, relative, trajectory
 
@@ -34,6 +34,10 @@ def place() -> Iterator[Path]:
 
 def servers(count: int = 1, **more: Any) -> dict[str, dict[str, Any]]:
     return {"sync": {"server": {"count": count, **more}}}
+
+
+def compressed(name: str, **server: Any) -> dict[str, dict[str, Any]]:
+    return {"sync": {"server": {"count": 1, **server}, "compress": {"name": name, "warmup": 1}}}
 
 
 def through(place: Path, case: Case) -> Case:
@@ -71,6 +75,14 @@ def assert_near(found: Trajectory, expected: Trajectory) -> None:
     assert found.eval_loss == pytest.approx(expected.eval_loss, rel=1e-9)
 
 
+@slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_compressed_pushes_learn(tmp_path: Path, mode: str) -> None:
+    tables = {**compressed("int8", mode=mode, every=8), "train": {"steps": 32}, "optim": {"lr": 3e-3}}
+    found = run_world(trajectory, 4, tmp_path / "run", tables, timeout_s=120)
+    assert sum(found[0].losses[-4:]) / 4 < 0.8 * found[0].losses[0]
+
+
 @pytest.mark.parametrize("mode", ["stale", "async"])
 def test_a_run_whose_workers_do_not_wait_learns_and_tells_its_staleness(tmp_path: Path, mode: str) -> None:
     tables = {**servers(2, mode=mode, bound=1, every=8), "train": {"steps": 32}, "optim": {"lr": 3e-3}}
@@ -87,6 +99,8 @@ def test_a_run_whose_workers_do_not_wait_learns_and_tells_its_staleness(tmp_path
 
 CASES = [
     ("data=3", servers(1)),
+    pytest.param("data=3", compressed("topk"), marks=slow),
+    pytest.param("data=3", compressed("onebit"), marks=slow),
     pytest.param("data=4", servers(2), marks=slow),
     pytest.param("data=3", servers(1, mode="stale", bound=0, every=2), marks=slow),
 ]
@@ -102,6 +116,9 @@ def test_a_killed_rank_changes_no_bit(place: Path, layout: str, tables: dict[str
     (restored,) = events(case, Restored)
     assert restored.source == "memory"
     assert_same(case, through(place, case))
+    if "compress" in tables["sync"]:
+        kept = [one for key, one in state(case, 0).items() if key.startswith("sync/residual/")]
+        assert any(one.any() for one in kept), "something was owed when the rank was killed"
 
 
 @pytest.mark.parametrize("mode", ["stale", pytest.param("async", marks=slow)])

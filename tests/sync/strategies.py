@@ -25,6 +25,11 @@ from closeranks.sync.reducers.all_reduce import AllReduceReducer
 from closeranks.sync.reducers.fully_sharded import FullyShardedReducer
 from closeranks.sync.reducers.local_parameters import local_parameters
 from closeranks.sync.reducers.sharded import ShardedReducer
+from closeranks.sync.server.backup import BackupBallots, BackupReducer
+from closeranks.sync.server.decisions import Expected
+from closeranks.sync.server.reducer import ServerReducer
+from closeranks.sync.server.roles import Roles
+from closeranks.sync.server.stale import StaleReducer
 
 CONFIG = OptimConfig(lr=0.03, weight_decay=0.2, schedule=ScheduleConfig(name="constant", warmup=0))
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
@@ -36,8 +41,12 @@ class Strategy:
     hold: str = "step"
     overlap: bool = True
     bucket_bytes: int = 600
+    server: str = ""
+    """The last rank is a parameter server; how: ``sync``, ``stale`` or ``backup``."""
 
     def __str__(self) -> str:
+        if self.server:
+            return f"server-{self.server}"
         size = "" if self.bucket_bytes < 1 << 20 else "-one_bucket"
         return f"zero{self.zero}-{self.hold}{'' if self.overlap else '-apart'}{size}"
 
@@ -51,6 +60,7 @@ STRATEGIES = [
     Strategy(3, "shards"),
 ]
 STRATEGIES = [*STRATEGIES, *(replace(strategy, overlap=False) for strategy in STRATEGIES)]
+SERVERS = [Strategy(1, server=how) for how in ("sync", "stale", "backup")]
 
 
 class Odd(nn.Module):
@@ -112,6 +122,8 @@ def make(
     """``partial``: further groups of some parameters, by name; ``factory_of``: how buckets are summed, of the group
     that is asked for it."""
     caps: dict[str, Any] = {"bucket_bytes": strategy.bucket_bytes, "first_bucket_bytes": strategy.bucket_bytes // 3}
+    if strategy.server:
+        return make_server(strategy, module)
     if strategy.zero == 3:
         precision = Precision("float64")
         mesh = mesh["shard"] if factory_of is not None and replica.size > 1 else mesh
@@ -133,6 +145,22 @@ def make(
     return ShardedReducer(held, shard, replica, **keys, **caps)
 
 
+def make_server(strategy: Strategy, module: nn.Module) -> ServerReducer:
+    """All ranks but the last are workers, and all synchronize after every step."""
+    group, roles = RankGroup(dist.get_rank(), dist.get_world_size()), Roles(dist.get_world_size() - 1, 1)
+    caps: dict[str, Any] = {"bucket_bytes": strategy.bucket_bytes, "first_bucket_bytes": strategy.bucket_bytes // 3}
+    held, caps["last_step"] = local_parameters(module), lambda step: step
+    if strategy.server == "sync":
+        return ServerReducer(held, group, roles, **caps)
+    if strategy.server == "stale":
+        return StaleReducer(held, group, roles, **caps, bound=0)
+    reducer = BackupReducer(held, group, roles, **caps)
+    workers = tuple(range(roles.num_workers))
+    reducer.expected = lambda step: Expected(workers, len(workers))
+    reducer.ballots = BackupBallots(reducer, RankGroup(0, 1))
+    return reducer
+
+
 def backward(reducer: Reducer, module: nn.Module, numbers: Sequence[int]) -> None:
     for number in numbers:
         total = loss(module, number)
@@ -140,6 +168,8 @@ def backward(reducer: Reducer, module: nn.Module, numbers: Sequence[int]) -> Non
         total.backward()
         reducer.end_backward()
     reducer.finish()
+    if isinstance(reducer, BackupReducer):
+        reducer.ballots.sum(torch.zeros(1))
 
 
 def update(reducer: Reducer, optimizer: Optimizer, step: int, ok: Tensor = ONE) -> None:

@@ -22,6 +22,7 @@ from closeranks.sync.reducers.sharded import ALIGN_BYTES, NUM_IN_FLIGHT, Sharded
 from closeranks.testing import run_world
 from tests.sync.strategies import (
     CONFIG,
+    SERVERS,
     STRATEGIES,
     ZERO,
     Pieces,
@@ -42,6 +43,15 @@ pytestmark = pytest.mark.world
 
 NUM_STEPS, NUM_MICRO = 2, 3
 WORLDS = [(2, 1), (4, 1), (4, 2)]  # size, replicas
+CONFORMING = [
+    *((strategy, *world) for world in WORLDS for strategy in STRATEGIES),
+    *((strategy, *world) for world in WORLDS[:2] for strategy in SERVERS),
+]
+each_conforming = pytest.mark.parametrize(
+    ("strategy", "size", "replicas"),
+    CONFORMING,
+    ids=[f"{strategy}-{size if replicas == 1 else '2x2'}" for strategy, size, replicas in CONFORMING],
+)
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 each_world = pytest.mark.parametrize(("size", "replicas"), WORLDS, ids=["2", "4", "2x2"])
 
@@ -87,6 +97,7 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
     optimizer = Optimizer(reducer.parameter_shards(), chosen, CONFIG, num_steps=10)
     sent = []
     for step in range(NUM_STEPS):
+        reducer.begin_step(step)
         with traffic() as counted:
             backward(reducer, module, assignment(step, dist.get_rank(), equal=reducer.needs_equal_counts))
         sent.append(counted)
@@ -95,6 +106,7 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
             gradient_bytes = held_bytes(reducer.gradients())
         update(reducer, optimizer, step)
     weights = pieces(reducer, "weights")
+    reducer.begin_step(9)
     backward(reducer, module, assignment(9, dist.get_rank(), equal=True))
     for gradient in reducer.gradients():
         gradient.fill_(torch.nan)
@@ -119,7 +131,8 @@ def observe(strategy: Strategy, num_replicas: int) -> Told:
 
 
 def observe_all(num_replicas: int) -> dict[str, Told]:
-    return {str(strategy): observe(strategy, num_replicas) for strategy in STRATEGIES}
+    observed = [*STRATEGIES, *(SERVERS if num_replicas == 1 else ())]
+    return {str(strategy): observe(strategy, num_replicas) for strategy in observed}
 
 
 @cache
@@ -139,8 +152,7 @@ def whole(strategy: Strategy, ranks: list[Told], replicas: int, of: str) -> dict
     return {**assembled(cut, replicas), **assembled(uncut, len(ranks))}
 
 
-@each_world
-@each_strategy
+@each_conforming
 def test_gradients_are_the_sum_over_all_micro_batches(strategy: Strategy, size: int, replicas: int) -> None:
     expected = reference(all_batches(size)).gradients
     found = whole(strategy, told(strategy, size, replicas), replicas, "gradients")
@@ -151,8 +163,7 @@ def test_gradients_are_the_sum_over_all_micro_batches(strategy: Strategy, size: 
         )
 
 
-@each_world
-@each_strategy
+@each_conforming
 def test_weights_after_updates_are_those_of_one_process(strategy: Strategy, size: int, replicas: int) -> None:
     expected = reference(all_batches(size)).weights
     ranks = told(strategy, size, replicas)
@@ -164,15 +175,13 @@ def test_weights_after_updates_are_those_of_one_process(strategy: Strategy, size
             assert torch.equal(parameter, found.get(name, dict(build().named_parameters())[name])), "spread, or frozen"
 
 
-@each_world
-@each_strategy
+@each_conforming
 def test_each_value_of_the_norm_has_one_speaker(strategy: Strategy, size: int, replicas: int) -> None:
     expected = sum(gradient.square().sum().item() for gradient in reference(all_batches(size)).gradients.values())
     assert sum(rank.norm_squared for rank in told(strategy, size, replicas)) == pytest.approx(expected, rel=1e-12)
 
 
-@each_world
-@each_strategy
+@each_conforming
 def test_a_skipped_step_leaves_no_trace(strategy: Strategy, size: int, replicas: int) -> None:
     for rank in told(strategy, size, replicas):
         assert rank.skipped_is_untouched
@@ -254,7 +263,7 @@ def _same(one: Pieces, other: Pieces) -> bool:
 
 
 def test_a_run_repeats_bit_for_bit_on_three_ranks() -> None:
-    assert run_world(twice, 3, STRATEGIES[:6]) == [[True] * 6] * 3
+    assert run_world(twice, 3, [*STRATEGIES[:6], *SERVERS]) == [[True] * 9] * 3
 
 
 PARTIAL = ("narrow.1.weight", "embed.weight", "out.bias")

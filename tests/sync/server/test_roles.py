@@ -55,7 +55,14 @@ def test_a_layout_that_servers_do_not_fit(layout: dict[str, int], num_ranks: int
     ("server", "tables", "key"),
     [
         ({}, {"sync": {"local": {"every": 4}}}, "sync.server.count"),
-        ({}, {"sync": {"compress": {"name": "int8"}}}, "sync.compress.name"),
+        ({}, {"sync": {"compress": {"name": "powersgd"}}}, "sync.compress.name"),
+        ({"mode": "stale"}, {"sync": {"compress": {"name": "int8"}}}, "sync.compress.name"),
+        ({"backup": 1}, {"sync": {"compress": {"name": "int8"}}}, "sync.compress.name"),
+        ({"backup": 1, "count": 0}, {}, "sync.server.backup"),
+        ({"backup": 1, "mode": "stale"}, {}, "sync.server.backup"),
+        ({"backup": 1, "mode": "async"}, {}, "sync.server.backup"),
+        ({"backup": 1}, {"run": {"deterministic": True}}, "sync.server.backup"),
+        ({"backup": 1}, {"optim": {"ema": 0.9}}, "optim.ema"),
         ({}, {"layout": {"batch_norm": "sync"}}, "layout.batch_norm"),
         ({}, {"train": {"noise_every": 5, "global_batch": 8, "micro_batch": 1}}, "train.noise_every"),
         ({"mode": "stale"}, {"optim": {"ema": 0.9}}, "optim.ema"),
@@ -66,6 +73,19 @@ def test_a_job_that_servers_do_not_fit(server: dict[str, Any], tables: dict[str,
     with pytest.raises(ConfigError) as found:
         job({"count": 1, **server}, **tables)
     assert [problem.place for problem in found.value.problems] == [key]
+
+
+def test_somebody_must_not_be_late() -> None:
+    (problem,) = check_workers(job({"count": 1, "backup": 2}), 3)
+    assert problem.place == "sync.server.backup"
+    assert "-n 4" in problem.fix
+    assert not check_workers(job({"count": 1, "backup": 2}), 4)
+
+
+def test_a_smaller_run_has_somebody_to_wait_for() -> None:
+    asked = job({"count": 1, "backup": 2}, layout={"data": 6})
+    assert resize_job(asked, 4, 6) is not None
+    assert resize_job(asked, 3, 6) is None
 
 
 def test_servers_need_no_micro_batch() -> None:

@@ -19,7 +19,7 @@ from closeranks.optim.optimizer import freeze
 from closeranks.parallel.apply import DistributedModel, ParallelSettings
 from closeranks.parallel.mesh_groups import MeshGroups
 from closeranks.parallel.precision import Precision
-from closeranks.run.builder.reduction_choice import must_stay_uncompressed
+from closeranks.run.builder.reduction_choice import must_stay_uncompressed, push_compression
 from closeranks.run.job.job import Job, micro_batch_size
 from closeranks.sync.collectives.reductions import ReductionFactory
 from closeranks.sync.local_sgd.sync_schedule import SyncSchedule
@@ -84,6 +84,7 @@ def make_reducer(
     buckets: dict[str, Any] = {**sync.bucket_caps(bucket_mib)._asdict(), "overlap": sync.overlap}
     if sync.server.is_on:
         servers = applied.held, groups.data, roles(sync, groups.data.size)
+        buckets["compression"] = push_compression(sync, schedule.num_steps)
         if sync.server.waits_for_all:
             return ServerReducer(*servers, **buckets)
         buckets["last_step"] = lambda step: schedule.next_sync(step) - 1

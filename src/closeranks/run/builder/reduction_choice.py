@@ -27,7 +27,8 @@ from closeranks.sync.collectives.reductions import (
 )
 from closeranks.sync.compress.build import compressed_reductions, describe_compression
 from closeranks.sync.compress.compressed_reduction import CompressionSchedule
-from closeranks.sync.config import CompressConfig
+from closeranks.sync.config import CompressConfig, SyncConfig
+from closeranks.sync.server.compressed_push import PushCompression
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,9 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
     if layout.data == 1:
         return ReductionChoice(None, "")
     compression = compression_schedule(config, num_steps)
+    if job.sync.server.is_on:
+        pushes = push_compression(job.sync, num_steps)
+        return ReductionChoice(None, "", compression=pushes.schedule if pushes else None)
     levels = _levels(job, layout, groups, world)
     group = groups.data if layout.zero == 0 else groups.replica if groups.replica.size > 1 else groups.shard
     if config.name == "none":
@@ -77,6 +81,15 @@ def choose_reduction(job: Job, layout: Layout, groups: MeshGroups, world: World,
 
 def compression_schedule(config: CompressConfig, num_steps: int) -> CompressionSchedule:
     return CompressionSchedule(config.num_warmup(num_steps), config.measure_every)
+
+
+def push_compression(sync: SyncConfig, num_steps: int) -> PushCompression | None:
+    """How workers compress what they push to servers; None: not at all. Its error is not measured: that would take a
+    collective of all ranks, which need not be at the same step."""
+    config = sync.gradients
+    if not sync.server.is_on or config.name == "none":
+        return None
+    return PushCompression(config, CompressionSchedule(config.num_warmup(num_steps)))
 
 
 def freeze_step(job: Job, layout: Layout, num_steps: int) -> int | None:

@@ -24,6 +24,7 @@ from closeranks.facts.layout import pluralize
 from closeranks.optim.optimizer import Optimizer
 from closeranks.parallel.process_group import RankGroup
 from closeranks.run.builder.context import RunContext
+from closeranks.run.builder.reduction_choice import describe_compressed_sync, push_compression
 from closeranks.run.components.component import Component
 from closeranks.run.components.model import Model
 from closeranks.sync.config import ServerConfig
@@ -98,7 +99,10 @@ class ParameterServers(Component):
         return {_NAME: extra[_NAME][0] / self._roles.num_workers} if _NAME in extra else {}
 
     def started(self) -> Mapping[str, Any]:
-        return {"sync": describe_servers(self._config, self._roles)}
+        said = describe_servers(self._config, self._roles)
+        if pushes := push_compression(self._context.job.sync, self._context.schedule.num_steps):
+            said += f"; {describe_compressed_sync(pushes.config, pushes.schedule)}"
+        return {"sync": said}
 
     def _apply(self, header: PushHeader, staleness: float) -> None:
         """Update by one push, at a rate that makes the pushes of all workers together one step."""
@@ -115,7 +119,8 @@ def describe_servers(config: ServerConfig, of: Roles) -> str:
     if config.waits_for_all:
         return f"{who}, synchronous"
     if config.backup:
-        taken = f"a step takes the first {of.num_workers - config.backup} pushes"
+        num_taken = of.num_workers - config.backup
+        taken = f"a step takes the first {pluralize(num_taken, 'push', 'es')}"
         return f"{who}, {taken}, synchronized every {pluralize(config.every, 'step')}"
     what = f"at most {pluralize(config.bound, 'step')} stale" if config.mode == "stale" else "asynchronous"
     return f"{who}, {what}, synchronized every {pluralize(config.every, 'step')}"

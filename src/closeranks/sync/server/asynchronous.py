@@ -95,8 +95,7 @@ class AsynchronousReducer(StaleReducer):
 
     def primary_gradients(self) -> Sequence[Tensor]:
         """A worker's own gradients, as it sent them: each push is clipped by itself."""
-        sent = (messages.tensors for push in self._pushes for step, messages in push.sent if step == self._step)
-        return [tensor for tensors in sent for tensor in tensors]
+        return [push.pushed for push in self._pushes if push.pushed is not None]
 
     def _apply_push(self, worker: int, header: PushHeader) -> None:
         if header.step != self._next_steps[worker]:

@@ -55,7 +55,7 @@ class BackupPush(PushReduction):
 
     def ask(self, worker: int) -> None:
         """For the worker's next push."""
-        self._posted[worker][0] = self._asked(worker)
+        self._posted[worker][0] = self._asked(worker, 0)
 
     def wait(self, worker: int) -> None:
         """For the worker's next push."""

@@ -47,6 +47,8 @@ class PushReduction:
         """By worker: the first step whose push was not asked for yet."""
         self.sent: deque[tuple[int, Messages]] = deque()
         """By step: what a worker has sent and not waited for."""
+        self.pushed: Tensor | None = None
+        """On a worker: the gradients of its latest push, as servers receive them."""
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -60,11 +62,15 @@ class PushReduction:
         """Ask for a worker's pushes of ``step`` and those after it, see [Note: posted ahead]."""
         end = min(step + self._bound, self._last_step(step)) + 1
         for number in range(max(step, self._next_step[worker]), end):
-            self._posted[worker][number] = self._asked(worker)
+            self._posted[worker][number] = self._asked(worker, number)
             self._next_step[worker] = number + 1
 
-    def _asked(self, worker: int) -> Messages:
-        row = torch.empty_like(self._slice, device=self._device)
+    def _row(self, step: int) -> Tensor:
+        """Where a worker's push of a step arrives."""
+        return torch.empty_like(self._slice, device=self._device)
+
+    def _asked(self, worker: int, step: int) -> Messages:
+        row = self._row(step)
         return Messages([receive(row, self._group, worker, self._tag)], [row])
 
     def take(self, worker: int, step: int) -> Tensor:
@@ -87,6 +93,7 @@ class PushReduction:
 
     def _send(self, outgoing: Tensor) -> None:
         """On a worker: to each server its slice."""
+        self.pushed = outgoing
         count_sent(PHASE, outgoing.nbytes)
         works = [
             work

@@ -22,6 +22,7 @@ from closeranks.core.traffic import count_sent
 from closeranks.sync.collectives.flat_buffer import FlatBufferSpec
 from closeranks.sync.reducers.local_parameters import CommGroup
 from closeranks.sync.reducers.sharded import ShardedReducer
+from closeranks.sync.server.compressed_push import CompressedPush, PushCompression
 from closeranks.sync.server.messages import Messages, bucket_tag, receive, send
 from closeranks.sync.server.push import LastStep, PushReduction
 from closeranks.sync.server.roles import Roles
@@ -50,7 +51,8 @@ class _Alone:
 class ServerReducer(ShardedReducer):
     """Synchronous: every step pushes and pulls. See ``core.protocols.Reducer`` for the call sequence.
 
-    ``group``: all data ranks, workers first; ``bound``: how many steps a worker may be ahead of the servers."""
+    ``group``: all data ranks, workers first; ``bound``: how many steps a worker may be ahead of the servers;
+    ``compression``: of what workers push."""
 
     push_kind = PushReduction
 
@@ -65,13 +67,15 @@ class ServerReducer(ShardedReducer):
         overlap: bool = True,
         bound: int = 0,
         last_step: LastStep = lambda step: step,
+        compression: PushCompression | None = None,
     ) -> None:
         self._data, self._roles = group, roles
         self._server = roles.server_rank(group.rank)
         self._pushes: list[PushReduction] = []
 
         def make_push(spec: FlatBufferSpec) -> PushReduction:
-            push = self.push_kind(spec, group, roles, bucket_tag(len(self._pushes)), bound, last_step)
+            given = (spec, group, roles, bucket_tag(len(self._pushes)), bound, last_step)
+            push = CompressedPush(*given, compression=compression) if compression else self.push_kind(*given)
             self._pushes.append(push)
             return push
 

@@ -52,9 +52,13 @@ def job_problems(
     if sync.local.is_on:
         what = "with local SGD every replica has an optimizer of its own, and with servers no worker has one"
         yield Problem("sync.server.count", what, "Set it to 0, or sync.local.every = 0.")
-    if sync.compress.name != "none":
-        what = "what workers push to servers is not compressed yet"
-        yield Problem("sync.compress.name", what, 'Set it to "none", or sync.server.count = 0.')
+    if sync.compress.name == "powersgd":
+        what = "powersgd sends factors of the sum over all workers, and servers own slices that no factor belongs to"
+        yield Problem("sync.compress.name", what, 'Set it to "int8" or "topk", or sync.server.count = 0.')
+    elif sync.compress.name != "none" and not sync.server.waits_for_all and sync.server.mode != "async":
+        how = "backup workers" if sync.server.backup else 'mode = "stale"'
+        what = f"what a push lost is kept if its step is taken, and with {how} no worker knows that in time"
+        yield Problem("sync.compress.name", what, 'Set it to "none", or use sync.server.mode = "sync" without backup.')
     if batch_norm == "sync":
         what = "synchronised batch norm needs all data ranks in every forward, and servers run none"
         yield Problem("layout.batch_norm", what, 'Set it to "micro", or sync.server.count = 0.')

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from closeranks.core.phases import phase
 from closeranks.core.protocols import LocalParameter
 from closeranks.sync.reducers.local_parameters import CommGroup
+from closeranks.sync.server.compressed_push import PushCompression
 from closeranks.sync.server.messages import Messages
 from closeranks.sync.server.push import LastStep
 from closeranks.sync.server.reducer import PULL_PHASE, ServerReducer
@@ -39,9 +41,11 @@ class StaleReducer(ServerReducer):
         overlap: bool = True,
         bound: int,
         last_step: LastStep,
+        compression: PushCompression | None = None,
     ) -> None:
         caps = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-        super().__init__(held, group, roles, **caps, overlap=overlap, bound=bound, last_step=last_step)
+        ahead: dict[str, Any] = {"bound": bound, "last_step": last_step, "compression": compression}
+        super().__init__(held, group, roles, **caps, overlap=overlap, **ahead)
         self._bound, self._last_step, self._step = bound, last_step, -1
         self._receiver = WeightsReceiver([bucket.weights for bucket in self._buckets], self._next_version)
         self._sent: deque[Messages] = deque()

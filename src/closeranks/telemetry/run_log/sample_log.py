@@ -1,7 +1,9 @@
 """Reads which samples each step of a run took, from ``metrics/samples-*.jsonl`` (data.log_samples).
 
 Invariant: each micro-batch of each step counts once. Its index is global, so a step that was done again, perhaps by
-other workers and on another number of them, replaces the earlier record, whichever rank wrote it. No torch.
+other workers and on another number of them, replaces the earlier record, whichever rank wrote it. With backup workers a
+step may take a micro-batch of an earlier one, and a step that is done again may take others than before: there the
+latest record of a micro-batch counts, and a record says when it was written. No torch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ class LoggedMicroBatch:
     samples: tuple[int, ...]
     skipped: tuple[int, ...] = ()
     """Those of them that were bad and have no weight."""
+    of_step: int = 0
+    """The step that it was planned for; differs from ``step`` if it came too late for that one."""
+    time: float = 0.0
+    """When it was taken, where that decides which record counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +49,22 @@ def build_sample_log(rows: Iterable[Mapping[str, Any]]) -> SampleLog:
     conflicts: list[LoggedMicroBatch] = []
     for row in rows:
         logged = LoggedMicroBatch(
-            int(row["step"]), int(row["micro_batch"]), tuple(row["samples"]), tuple(row.get("skipped", ()))
+            int(row["step"]),
+            int(row["micro_batch"]),
+            tuple(row["samples"]),
+            tuple(row.get("skipped", ())),
+            int(row.get("of_step", row["step"])),
+            float(row.get("time", 0.0)),
         )
-        place = (logged.step, logged.micro_batch)
+        place = (logged.of_step, logged.micro_batch)
         earlier = latest.get(place)
         if earlier is not None and earlier.samples != logged.samples:
             conflicts.append(earlier)
-        latest[place] = logged
+        if earlier is None or logged.time >= earlier.time:
+            latest[place] = logged
     steps: dict[int, list[LoggedMicroBatch]] = {}
     for place in sorted(latest):
-        steps.setdefault(place[0], []).append(latest[place])
+        steps.setdefault(latest[place].step, []).append(latest[place])
     return SampleLog({step: tuple(each) for step, each in steps.items()}, tuple(conflicts))
 
 
