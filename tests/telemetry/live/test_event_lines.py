@@ -9,6 +9,7 @@ from closeranks.core.events import (
     FlopsCounted,
     HostChanged,
     NoiseSeen,
+    PushesDropped,
     RankLost,
     RanksClosed,
     Restored,
@@ -288,3 +289,14 @@ def test_a_standstill_has_its_cause_first_and_then_who_waits() -> None:
     assert event_lines.standstill_lines(failed) == [
         "collectives mismatch before the first step: the ranks took different branches"
     ]
+
+
+def test_who_was_late() -> None:
+    assert event_lines.dropped_line(PushesDropped(60, [9, 0, 12], [400, 560, 480], 252)) == (
+        "worker 2 was too late for 12 of 60 steps, worker 0 for 9: 252 of 1,440 samples were taken by a later step"
+    )
+    many = PushesDropped(8, [1, 2, 3, 4, 5], [10] * 5, 30, waiting=6)
+    assert event_lines.dropped_line(many) == (
+        "worker 4 was too late for 5 of 8 steps, worker 3 for 4, worker 2 for 3, 2 others for fewer: "
+        "30 of 50 samples were taken by a later step, 6 are still to be taken"
+    )

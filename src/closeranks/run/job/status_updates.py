@@ -19,6 +19,7 @@ from closeranks.core.events import (
     Evaluated,
     Event,
     HostChanged,
+    PushesDropped,
     RankLost,
     RanksClosed,
     RunStarted,
@@ -115,6 +116,8 @@ class StatusUpdater:
                 if lost is not None:
                     self._meter.lose(lost.detected_s + event.seconds)
                     self._note(event_lines.closed_line(lost, event, self._num_before or event.world_size))
+            case PushesDropped() if any(event.dropped):
+                self._note(event_lines.dropped_line(event))
             case SharesChanged():
                 self._note(event_lines.shares_line(event))
             case SlowRank():

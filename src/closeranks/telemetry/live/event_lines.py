@@ -14,6 +14,7 @@ from closeranks.core.events import (
     FlopsCounted,
     HostChanged,
     NoiseSeen,
+    PushesDropped,
     RankLost,
     RanksClosed,
     Restored,
@@ -356,6 +357,18 @@ def _listed(numbers: Sequence[int]) -> str:
             runs.append([number])
     words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return ", ".join(words if len(words) <= _RUNS_SHOWN else [*words[:_RUNS_SHOWN], "..."])
+
+
+def dropped_line(event: PushesDropped) -> str:
+    """Who was left out of steps, the most often first, and what became of the samples."""
+    late = sorted(((count, worker) for worker, count in enumerate(event.dropped) if count), key=lambda one: -one[0])
+    words = [f"worker {worker} was too late for {count:,} of {event.step:,} steps" for count, worker in late[:1]]
+    words += [f"worker {worker} for {count:,}" for count, worker in late[1:_SHARES_SHOWN]]
+    if num_more := len(late[_SHARES_SHOWN:]):
+        words.append(f"{formatting.count(num_more, 'other')} for fewer")
+    taken = f"{event.returned:,} of {sum(event.samples):,} samples were taken by a later step"
+    waiting = f", {event.waiting:,} are still to be taken" if event.waiting else ""
+    return f"{', '.join(words)}: {taken}{waiting}"
 
 
 def host_line(event: HostChanged) -> str:

@@ -25,6 +25,7 @@ from closeranks.core.events import (
     FlopsCounted,
     HostChanged,
     NoiseSeen,
+    PushesDropped,
     RankLost,
     RanksClosed,
     Restored,
@@ -136,6 +137,8 @@ class ProgressDisplay:
                 self._restore(event)
             case Snapshotting():
                 self._show_snapshotting(event)
+            case PushesDropped() if any(event.dropped):
+                self._print_event(event_lines.dropped_line(event))
             case SharesChanged():
                 self._print_event(event_lines.shares_line(event))
             case SlowRank():
