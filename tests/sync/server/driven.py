@@ -101,11 +101,11 @@ def drive(
         seen.pushed.append(time.monotonic())
         if isinstance(reducer, AsynchronousReducer) and is_worker:
             reducer.send_header(1.0, 1.0)
+        seen.sums = [gradient.clone() for gradient in reducer.gradients()]
         if kind != "async":
             optimizer.step(step, reducer.gradients(), factor, ONE)
         reducer.commit(ONE)
         seen.pushes = [push.pushed.clone() for push in reducer._pushes if push.pushed is not None]
-        seen.sums = [gradient.clone() for gradient in reducer.gradients()]
         seen.pushed_bytes.append(take_sent().num_bytes.get(PHASE, 0))
         reducer.gather_parameters()
         reducer.release()

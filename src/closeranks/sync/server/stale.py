@@ -43,7 +43,7 @@ class StaleReducer(ServerReducer):
         last_step: LastStep,
         compression: PushCompression | None = None,
     ) -> None:
-        caps = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+        caps: dict[str, Any] = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
         ahead: dict[str, Any] = {"bound": bound, "last_step": last_step, "compression": compression}
         super().__init__(held, group, roles, **caps, overlap=overlap, **ahead)
         self._bound, self._last_step, self._step = bound, last_step, -1
