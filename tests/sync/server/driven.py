@@ -25,6 +25,7 @@ from closeranks.sync.server.roles import Roles
 from closeranks.sync.server.stale import StaleReducer
 from tests.sync.strategies import CONFIG, ONE, Odd, build, loss
 
+RATIO = 0.2
 CAPS: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 200}
 
 
@@ -59,7 +60,7 @@ def make(
     kind: str, module: nn.Module, roles: Roles, bound: int, schedule: SyncSchedule, compress: str = "none"
 ) -> ServerReducer:
     """``compress``: how pushes are compressed from the second step on."""
-    compression = PushCompression(CompressConfig(name=compress, ratio=0.2), CompressionSchedule(num_warmup=1))  # type: ignore[arg-type]
+    compression = PushCompression(CompressConfig(name=compress, ratio=RATIO), CompressionSchedule(num_warmup=1))  # type: ignore[arg-type]
     options: dict[str, Any] = {**CAPS, "compression": compression if compress != "none" else None}
     group, held = RankGroup(dist.get_rank(), dist.get_world_size()), local_parameters(module)
     if kind == "sync":
