@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from closeranks.core.errors import ModelError
-from closeranks.core.protocols import RowSource
+from closeranks.core.protocols import RowRule, RowSource
 from closeranks.core.table_rows import initial_rows, row_key
-from closeranks.models.local_rows import LocalRows, RowRule
+from closeranks.models.local_rows import LocalRows
 from closeranks.models.table import Table, hash_ids, row_bound
 from closeranks.optim.row_rules import RowAdagrad, RowAdam
 

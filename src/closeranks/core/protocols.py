@@ -189,19 +189,35 @@ class SampleMetrics(Protocol):
 class RowSource(Protocol):
     """Where the rows of an embedding table are kept: in this process, or on servers.
 
-    Call sequence on a worker (``models.table``): in every micro-batch ``pull`` with its distinct ids, sorted, and after
-    its backward one ``push`` with the same ids and one gradient for each. Ids are not negative. A row that nobody has
-    asked for before is born with ``core.table_rows.initial_rows``. Updates are the source's own affair: pushed
-    gradients are sums, which it adds up until it is told that the step is taken.
+    Call sequence on a worker (``models.table``): in every micro-batch ``ask`` and then ``pull`` with its distinct ids,
+    sorted, and after its backward one ``push`` with the same ids and one gradient for each. Ids are not negative. A row
+    that nobody has asked for before is born with ``core.table_rows.initial_rows``. Updates are the source's own affair:
+    pushed gradients are sums, which it adds up until it is told that the step is taken.
     """
 
     dim: int
+
+    def ask(self, ids: Tensor) -> None:
+        """A ``pull`` of the same ids follows; sources that share messages send all that was asked for in one."""
+        ...
 
     def pull(self, ids: Tensor) -> Tensor:
         """Rows [ids, dim], as a tensor of the caller's own."""
         ...
 
     def push(self, ids: Tensor, gradients: Tensor) -> None: ...
+
+
+class RowRule(Protocol):
+    """An update rule of rows (``optim.row_rules``): pure functions, each row by itself."""
+
+    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
+        """State of new rows, with one entry of each tensor per row."""
+        ...
+
+    def update(
+        self, rows: Tensor, state: Mapping[str, Tensor], gradients: Tensor, *, lr: float
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @runtime_checkable

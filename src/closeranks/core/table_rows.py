@@ -1,7 +1,7 @@
-"""The first value of an embedding table's row: which values does a row have when it is born?
+"""The rows of embedding tables before anybody has trained them: their keys, their owners, their first values.
 
-Invariant: they are a pure function of (seed, name of the table, id of the row), so a row that is born at its first use
-has the same bits on every worker and server, and whether or not any other row exists.
+Invariant: the first value is a pure function of (seed, name of the table, id of the row), so a row that is born at its
+first use has the same bits on every worker and server, and whether or not any other row exists.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from closeranks.core.counter_hash import uniform, words
 from closeranks.core.seeds import derive_seed
 
 Rows: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+ID_BITS = 48
+"""Of a key: the id of the row; the bits above them are the number of its table."""
 
 _CHUNK = 1 << 20
 """Values that are drawn at once: a table of any size is filled in a few megabytes of scratch."""
@@ -25,7 +29,12 @@ def row_key(seed: int, table: str) -> int:
     return derive_seed(seed, "init", f"{table}.weight")
 
 
-def initial_rows(key: int, ids: npt.NDArray[np.int64], dim: int, bound: float) -> Rows:
+def row_owners(keys: Ints, num_owners: int) -> Ints:
+    """By key: which of the owners keeps the row. A hash, so that owners are loaded equally whatever the ids are."""
+    return (words(0, keys) % np.uint64(num_owners)).astype(np.int64)
+
+
+def initial_rows(key: int, ids: Ints, dim: int, bound: float) -> Rows:
     """Rows [ids, dim], uniform between ``-bound`` and ``bound``. About 30 ns a value."""
     columns = np.arange(dim)
     rows = np.empty((len(ids), dim), dtype=np.float32)

@@ -6,28 +6,12 @@ in steps that pushed a gradient for it, by a rule that servers use, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from closeranks.core.protocols import RowRule
 from closeranks.core.table_rows import initial_rows
 from closeranks.models.table import row_bound
-
-State = Mapping[str, Tensor]
-
-
-class RowRule(Protocol):
-    """An update rule of rows (``optim.row_rules``)."""
-
-    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
-        """State of new rows, with one entry of each tensor per row."""
-        ...
-
-    def update(
-        self, rows: Tensor, state: State, gradients: Tensor, *, lr: float
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class LocalRows:
@@ -47,6 +31,8 @@ class LocalRows:
     def ids(self) -> Tensor:
         """The ids of all rows that exist, sorted."""
         return self._sorted
+
+    def ask(self, ids: Tensor) -> None: ...
 
     def pull(self, ids: Tensor) -> Tensor:
         self._bear(ids)

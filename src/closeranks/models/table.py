@@ -9,7 +9,10 @@ and rows start with the same values (``core.table_rows``).
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +24,31 @@ from closeranks.core.table_rows import initial_rows, row_key
 
 Bag = Literal["sum", "none"]
 
+SourceFactory = Callable[[str, int, int], RowSource]
+"""Takes name, rows and dim of a table, and returns where its rows are kept."""
+_factory: ContextVar[SourceFactory | None] = ContextVar("rows of tables", default=None)
+
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 """Multiplies ids before they are hashed; odd, so that no two ids meet here."""
+
+
+@contextmanager
+def rows_from(make: SourceFactory) -> Iterator[None]:
+    """Tables that are made meanwhile keep their rows there, and have no parameter."""
+    token = _factory.set(make)
+    try:
+        yield
+    finally:
+        _factory.reset(token)
+
+
+class TableRead(NamedTuple):
+    """A read that has begun."""
+
+    places: Tensor
+    """Ids, or where each is among the pulled rows."""
+    distinct: Tensor | None
+    """The ids that are pulled; None: the rows are the table's own."""
 
 
 class Table(nn.Module):
@@ -30,7 +56,7 @@ class Table(nn.Module):
 
     Ids are whole numbers [...]; the vectors are [..., dim], or their sums over the last dim of the ids with
     ``bag="sum"``. Negative ids stand for no id, and add nothing. ``hashed``: ids may have any size, and several may
-    share a row. With a ``source`` the table has no parameter of its own.
+    share a row. With a ``source`` the table has no parameter of its own; a run may give every table one (``rows_from``).
     """
 
     weight: nn.Parameter | None
@@ -46,6 +72,8 @@ class Table(nn.Module):
         source: RowSource | None = None,
     ) -> None:
         super().__init__()
+        if source is None and (make := _factory.get()) is not None:
+            source = make(name, rows, dim)
         if source is not None and source.dim != dim:
             what = f"the rows of table '{name}' have {source.dim} values where they are kept, and {dim} in the model"
             raise ModelError(what, "Give both the same dim.")
@@ -63,25 +91,55 @@ class Table(nn.Module):
             fill_rows(self.weight, row_key(torch.initial_seed(), self.name))
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.finish(self.begin(ids))
+
+    def begin(self, ids: Tensor) -> TableRead:
+        """Ask for the rows of these ids; ``finish`` waits for them."""
         if self.hashed:
             ids = torch.where(ids < 0, ids, hash_ids(ids, self.rows))
-        vectors = self._own(ids) if self.source is None else self._pulled(self.source, ids)
+        if self.source is None or not _has_values(ids):
+            return TableRead(ids, None)
+        is_there = ids >= 0
+        distinct, places = torch.unique(ids[is_there], return_inverse=True)
+        if len(distinct) and distinct[-1] >= self.rows:
+            what = f"the id {int(distinct[-1])} was looked up in table '{self.name}', which has {self.rows} rows"
+            raise ModelError(what, "Give the table more rows, or hashed=True.")
+        self.source.ask(distinct)
+        # Places without an id read a row of zeros after the pulled ones.
+        return TableRead(torch.full_like(ids, len(distinct)).masked_scatter_(is_there, places), distinct)
+
+    def finish(self, read: TableRead) -> Tensor:
+        vectors = self._own(read.places) if read.distinct is None else self._pulled(read.places, read.distinct)
         return vectors.sum(-2) if self.bag == "sum" else vectors
 
     def _own(self, ids: Tensor) -> Tensor:
-        assert self.weight is not None
+        if self.weight is None:  # tracing a module without data: nobody has rows for it
+            return torch.zeros(*ids.shape, self.dim, device=ids.device)
         return F.embedding(ids.clamp(min=0), self.weight) * (ids >= 0).unsqueeze(-1)
 
-    def _pulled(self, source: RowSource, ids: Tensor) -> Tensor:
-        """Places without an id read a row of zeros after the pulled ones."""
-        is_there = ids >= 0
-        distinct, places = torch.unique(ids[is_there], return_inverse=True)
-        rows = pulled_rows(source, distinct)
-        where = torch.full_like(ids, len(distinct)).masked_scatter_(is_there, places)
-        return F.embedding(where, torch.cat([rows, rows.new_zeros(1, self.dim)]))
+    def _pulled(self, places: Tensor, distinct: Tensor) -> Tensor:
+        assert self.source is not None
+        rows = pulled_rows(self.source, distinct)
+        return F.embedding(places, torch.cat([rows, rows.new_zeros(1, self.dim)]))
 
     def extra_repr(self) -> str:
         return f"{self.name}, rows={self.rows}, dim={self.dim}, bag={self.bag}"
+
+
+class Tables(nn.ModuleList):
+    """Tables that are read together: rows that servers keep are pulled in one message to each server."""
+
+    def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """``ids``: those of each table."""
+        if any(table.source is None for table in self):  # called as modules, for the hooks of those who shard weights
+            return [table(one) for table, one in zip(self, ids, strict=True)]
+        begun = [table.begin(one) for table, one in zip(self, ids, strict=True)]
+        return [table.finish(read) for table, read in zip(self, begun, strict=True)]
+
+
+def _has_values(ids: Tensor) -> bool:
+    """False on the meta device, and where a module is traced without data."""
+    return type(ids) is Tensor and not ids.is_meta
 
 
 def pulled_rows(source: RowSource, ids: Tensor) -> Tensor:

@@ -63,6 +63,20 @@ class LossScaleConfig(ConfigTable):
     """The scale never falls below this."""
 
 
+class TablesConfig(ConfigTable):
+    """Embedding tables whose rows are updated one by one, where they had a gradient."""
+
+    rule: Literal["none", "adagrad", "adam"] = "none"
+    """none: tables are parameters like all others. adagrad, adam: rows are born at their first update, only touched
+    rows travel, and one second moment is kept for a whole row. With parameter servers the servers keep the rows."""
+    lr: float | None = Field(default=None, ge=0.0)
+    """Peak learning rate of rows, which follows ``schedule``; unset: that of the other parameters."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.rule != "none"
+
+
 class OptimConfig(ConfigTable):
     """The optimizer and its learning rate, decay and clipping."""
 
@@ -95,6 +109,7 @@ class OptimConfig(ConfigTable):
     """``[[optim.groups]]``: parameters with another rate or decay, or frozen."""
     schedule: ScheduleConfig = ScheduleConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
+    tables: TablesConfig = TablesConfig()
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> OptimConfig:

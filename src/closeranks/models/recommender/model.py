@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeranks.facts.shapes.recommender import RecommenderShape
-from closeranks.models.table import Table
+from closeranks.models.table import Table, Tables
 
 
 class Mlp(nn.ModuleList):
@@ -36,12 +36,12 @@ class Recommender(nn.Module):
         super().__init__()
         self.bottom = Mlp(shape.bottom_widths)
         names = (f"tables.{number}" for number in range(shape.features))
-        self.tables = nn.ModuleList(Table(name, shape.rows, shape.dim, "sum", hashed=hashed) for name in names)
+        self.tables = Tables(Table(name, shape.rows, shape.dim, "sum", hashed=hashed) for name in names)
         self.top = Mlp(shape.top_widths)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         first = self.bottom(dense)
-        vectors = [first, *(table(bag) for table, bag in zip(self.tables, ids.unbind(1), strict=True))]
+        vectors = [first, *self.tables(ids.unbind(1))]
         stacked = torch.stack([vector.to(first.dtype) for vector in vectors], dim=1)
         dots = stacked @ stacked.transpose(1, 2)
         row, column = torch.triu_indices(len(vectors), len(vectors), 1, device=dots.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from closeranks.run.components.compression_quality import CompressionQuality, Gr
 from closeranks.run.components.ema import Ema
 from closeranks.run.components.gradient_noise import GradientNoiseScale
 from closeranks.run.components.gradient_sync import GradientSync
+from closeranks.run.components.kept_tables import KeptTables, TableBuilder
 from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.model_flops import ModelFlops, make_model_flops
@@ -175,7 +177,10 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     label_groups(groups.world, groups)
     world_group.closers.append(groups.close)
     grouping, flops = ParameterGrouping(job.optim), make_model_flops(job, world, spec, device)
-    applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=preparation(grouping, flops))
+    tables = TableBuilder(job, spec, device) if job.optim.tables.is_on else None
+    with tables.building() if tables else nullcontext():
+        prepare = preparation(grouping, flops, tables)
+        applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=prepare)
     chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
@@ -195,6 +200,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
     strategy = make_strategy(context, model, reducer, optimizer, batches, owners)
     own: list[Component | None] = [  # in the order in which the step and the state go through them
+        KeptTables(context, tables.tables, optimizer, precision.weights) if tables else None,
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
@@ -335,10 +341,14 @@ def make_unused_parameters(
     )
 
 
-def preparation(grouping: ParameterGrouping, flops: ModelFlops | None) -> Callable[[nn.Module], None]:
+def preparation(
+    grouping: ParameterGrouping, flops: ModelFlops | None, tables: TableBuilder | None
+) -> Callable[[nn.Module], None]:
     """What needs the whole model, before any transform."""
 
     def prepare(module: nn.Module) -> None:
+        if tables is not None:
+            tables.check(module)
         grouping.assign_groups(module)
         if flops is not None:
             flops.copy(module)
@@ -368,6 +378,7 @@ def make_step_timer(
     job: Job, layout: Layout, groups: MeshGroups, reducer: Reducer, device: torch.device, world_group: WorldGroup
 ) -> StepTimer:
     is_independent = layout.tensor * layout.pipeline == 1 and not reducer.needs_equal_counts
+    is_independent &= not (job.optim.tables.is_on and job.sync.server.is_on)  # workers wait for rows within a forward
     stopwatch = make_stopwatch(device, is_independent=is_independent and job.layout.batch_norm != "sync")
     step_timer = StepTimer(
         current_agent_client(), stopwatch, pipeline_rank=groups.pipeline.rank, is_even=layout.pipeline == 1

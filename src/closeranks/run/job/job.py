@@ -58,6 +58,7 @@ def load_job(
         check_noise,
         check_replicas,
         check_servers,
+        check_tables,
         check_rebalance,
         check_profile,
     )
@@ -181,6 +182,31 @@ def check_servers(job: Job) -> Iterable[Problem]:
         precision=job.train.precision,
         deterministic=job.run.deterministic,
     )
+
+
+def check_tables(job: Job) -> Iterable[Problem]:
+    """Whether the rows of tables may be kept outside the model."""
+    if not job.optim.tables.is_on:
+        return
+    place, off = "optim.tables.rule", 'or optim.tables.rule = "none"'
+    if job.layout.tensor > 1 or job.layout.pipeline > 1:
+        what = "rows of tables are exchanged among data ranks, and other axes split the model that reads them"
+        yield Problem(place, what, f"Set layout.tensor and layout.pipeline to 1, {off}.")
+    if job.sync.local.is_on:
+        what = "with local SGD each replica would have rows of its own"
+        yield Problem(place, what, f"Set sync.local.every = 0, {off}.")
+    if job.sync.server.is_on and job.sync.server.mode == "async":
+        what = "rows are updated once a step, and asynchronous servers update by every single push"
+        yield Problem(place, what, f'Set sync.server.mode = "stale", {off}.')
+    if job.optim.ema:
+        what = "the moving average is one of parameters, and rows of tables are none"
+        yield Problem("optim.ema", what, f"Set it to 0, {off}.")
+    if job.train.compile or job.train.recompute != "none":
+        what = "rows are pulled in the middle of a forward, which can be neither compiled nor repeated"
+        yield Problem(place, what, f'Set train.compile = false and train.recompute = "none", {off}.')
+    if job.checkpoint.weights:
+        what = "a file of weights holds no rows of tables"
+        yield Problem("checkpoint.weights", what, f"Use checkpoint.resume instead, {off}.")
 
 
 def check_rebalance(job: Job) -> Iterable[Problem]:

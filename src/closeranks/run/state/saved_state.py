@@ -20,7 +20,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 
-MODEL, OPTIMIZER, OTHER, SYNC, EMA = "model", "optimizer", "other", "sync", "ema"
+MODEL, OPTIMIZER, OTHER, SYNC, EMA, TABLES = "model", "optimizer", "other", "sync", "ema", "tables"
 """Sections of the state."""
 
 

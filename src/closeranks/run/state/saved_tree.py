@@ -59,6 +59,12 @@ class _SaveHistory(_Values):
     is_ending: bool = False
 
 
+class _Tables(_Values):
+    rule: str
+    names: list[tuple[str, _Count]] = []
+    """Name and width of each table; its number in keys of rows is its place here."""
+
+
 class _Tree(_Values):
     progress: _Progress | None = None
     """None in a checkpoint that holds weights alone."""
@@ -66,6 +72,7 @@ class _Tree(_Values):
     algorithm: str = ""
     data: _Data = _Data()
     noise: _Noise = _Noise()
+    tables: _Tables | None = None
     rhythm: _SaveHistory | None = None
     every: Annotated[int, Field(ge=1, lt=2**63)] = 1
     last: str = ""

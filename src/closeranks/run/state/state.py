@@ -95,6 +95,10 @@ class RunState:
             what = "the checkpoint holds only weights, not the state of a run"
             raise CheckpointError(what, "Name it as checkpoint.weights to start from it.")
         self._refuse_foreign(tree["identity"])
+        if tree.get("tables") and not self._context.job.optim.tables.is_on:
+            what = "the saved state keeps tables as rows, and this job has them as parameters"
+            fix = f'Set optim.tables.rule = "{tree["tables"]["rule"]}", or start a new run.'
+            raise CheckpointError(what, fix)
         for check in self._components.phases["check"]:
             check(saved)
         schedule, step, position = (

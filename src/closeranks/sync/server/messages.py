@@ -16,6 +16,7 @@ from closeranks.core.phases import PendingWork
 from closeranks.sync.reducers.local_parameters import CommGroup
 
 BALLOT_TAG, HEADER_TAG, DECISION_TAG, COUNT_TAG = 1, 2, 3, 4
+ROW_HEADER_TAG, ROW_KEYS_TAG, ROW_VALUES_TAG = 8, 9, 10
 _FIRST_BUCKET_TAG = 16
 
 
