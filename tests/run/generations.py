@@ -138,11 +138,16 @@ def live(case: Case) -> dict[str, Any]:
 def tables_of(case: Case) -> Tables:
     layout = {"layout": asdict(Layout.parse(case.layout))}
     merged = {
-        name: {**TABLES.get(name, {}), **layout.get(name, {}), **case.tables.get(name, {})}
+        name: {**_base(name, case.tables), **layout.get(name, {}), **case.tables.get(name, {})}
         for name in {**TABLES, **layout, **case.tables}
     }
     merged["train"]["steps"] = case.steps
     return merged
+
+
+def _base(name: str, tables: Tables) -> dict[str, Any]:
+    """Nothing where a case names another model or other data."""
+    return {} if name in ("model", "data") and "name" in tables.get(name, {}) else TABLES.get(name, {})
 
 
 def told(case: Case, rank: int) -> Session:

@@ -56,7 +56,7 @@ class Table(nn.Module):
 
     Ids are whole numbers [...]; the vectors are [..., dim], or their sums over the last dim of the ids with
     ``bag="sum"``. Negative ids stand for no id, and add nothing. ``hashed``: ids may have any size, and several may
-    share a row. With a ``source`` the table has no parameter of its own; a run may give every table one (``rows_from``).
+    share a row. With a ``source`` the table has no parameter of its own; ``rows_from`` gives every table one.
     """
 
     weight: nn.Parameter | None

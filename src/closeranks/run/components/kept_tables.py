@@ -195,8 +195,9 @@ class KeptTables(Component):
         return [store.version for store in self._stores]
 
     def tree(self) -> Mapping[str, Any]:
-        names = [[table.name, table.dim] for table in self._tables.tables]
-        return {"tables": {"rule": self._config.rule, "names": names}}
+        tables = self._tables.tables
+        columns = {"names": [table.name for table in tables], "widths": [table.dim for table in tables]}
+        return {"tables": {"rule": self._config.rule, **columns}}
 
     def check(self, saved: SavedState) -> None:
         found = saved.tree.get("tables")
@@ -208,7 +209,7 @@ class KeptTables(Component):
             what = f"the saved rows have the state of '{found['rule']}', the job's rule is '{self._config.rule}'"
             raise CheckpointError(what, "Set optim.tables.rule back, or start a new run.")
         here = {(table.name, table.dim) for table in self._tables.tables}
-        if odd := sorted(here ^ {(name, dim) for name, dim in found["names"]}):
+        if odd := sorted(here ^ set(zip(found["names"], found["widths"], strict=True))):
             where = "only this model" if odd[0] in here else "only the saved state"
             what = f"{where} has the table '{odd[0][0]}' of width {odd[0][1]}"
             raise CheckpointError(what, "Use the tables of the saved run, or start a new one.")
@@ -218,7 +219,7 @@ class KeptTables(Component):
             store.clear()
         if self._part is None:
             return
-        numbers = {name: number for number, (name, _) in enumerate(saved.tree["tables"]["names"])}
+        numbers = {name: number for number, name in enumerate(saved.tree["tables"]["names"])}
         renumbered = {numbers[table.name]: table.number for table in self._tables.tables}
         found = saved.shapes(TABLES)
         for store in self._stores:
@@ -241,9 +242,8 @@ class KeptTables(Component):
             return saved.read(TABLES, key, Piece.whole(key, found[key]), store.column_like(name).dtype)
 
         keys = read(KEYS)
-        table_numbers = keys >> ID_BITS
-        moved = torch.tensor([renumbered.get(number, 0) for number in range(len(renumbered))], dtype=torch.int64)
-        keys = (keys & ((1 << ID_BITS) - 1)) + (moved[table_numbers] << ID_BITS)
+        numbers_here = torch.tensor([renumbered[number] for number in range(len(renumbered))])
+        keys = (keys & ((1 << ID_BITS) - 1)) + (numbers_here[keys >> ID_BITS] << ID_BITS)
         is_own = torch.from_numpy(row_owners(keys.numpy(), self._part.count) == self._part.number)
         if is_own.any():
             columns = {name: read(name)[is_own] for name in store.column_names if name != KEYS}

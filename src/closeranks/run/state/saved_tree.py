@@ -61,8 +61,9 @@ class _SaveHistory(_Values):
 
 class _Tables(_Values):
     rule: str
-    names: list[tuple[str, _Count]] = []
-    """Name and width of each table; its number in keys of rows is its place here."""
+    names: list[str]
+    """A table's number in the keys of rows is its place here."""
+    widths: list[_Count]
 
 
 class _Tree(_Values):

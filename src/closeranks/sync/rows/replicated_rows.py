@@ -60,9 +60,13 @@ class ReplicatedRows:
         parts = []
         for rank in range(self._group.size):
             is_own = rank == self._group.rank
-            sizes = self._shared(torch.tensor([len(part.keys) for part in own] if is_own else [], dtype=torch.int64), rank)
+            sizes = self._shared(
+                torch.tensor([len(part.keys) for part in own] if is_own else [], dtype=torch.int64), rank
+            )
             num_keys = int(sizes.sum())
-            keys = torch.cat([part.keys for part in own]) if is_own and own else torch.empty(num_keys, dtype=torch.int64)
+            keys = (
+                torch.cat([part.keys for part in own]) if is_own and own else torch.empty(num_keys, dtype=torch.int64)
+            )
             values = torch.empty(num_keys, store.dim, dtype=store.dtype)
             if is_own and own:
                 values = torch.cat([part.values for part in own])

@@ -112,7 +112,9 @@ class RowClient:
 
     def _pull(self, wanted: list[_Asked]) -> None:
         if self._step is None:
-            what = f"rows of table '{wanted[0].table.name}' were read between two steps, when their servers do not answer"
+            what = (
+                f"rows of table '{wanted[0].table.name}' were read between two steps, when their servers do not answer"
+            )
             raise UserError(what, "Read them in a step's micro-batches, or in an evaluation.")
         by_width = [[one for one in wanted if one.table.dim == dim] for dim in self._dims]
         keys = [torch.cat([one.keys for one in own]) if own else torch.empty(0, dtype=torch.int64) for own in by_width]

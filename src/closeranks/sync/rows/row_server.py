@@ -36,7 +36,8 @@ _Pushes = list[list[RowGradients]]
 
 
 class RowServer:
-    """``stores``: one for each width. Call sequence: ``serve`` a step, then ``gradients`` of it; ``serve(row_messages.EVALUATION)``."""
+    """``stores``: one for each width. Call sequence: ``serve`` a step, then ``gradients`` of it; in an evaluation
+    ``serve(row_messages.EVALUATION)``."""
 
     def __init__(self, group: CommGroup, roles: Roles, stores: Sequence[RowStore]) -> None:
         self._group, self._roles, self._stores = group, roles, stores
