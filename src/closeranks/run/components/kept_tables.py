@@ -96,7 +96,7 @@ class KeptTables(Component):
         self._lr_ratio = 1.0 if self._config.lr is None else self._config.lr / peak if peak else 0.0
         self._roles = roles(context.job.sync, data.size)
         server = self._roles.server_rank(data.rank)
-        self._stores: list[RowStore] = []
+        self.stores: list[RowStore] = []
         self._part: _Part | None = None
         """None: this rank keeps no rows."""
         if not self._roles.num_servers:
@@ -106,14 +106,14 @@ class KeptTables(Component):
         if self._part is not None:
             rule = ROW_RULES[self._config.rule]()
             first_rows = _first_rows(tables, dtype)
-            self._stores = [RowStore(dim, dtype, rule, first_rows) for dim in tables.dims]
+            self.stores = [RowStore(dim, dtype, rule, first_rows) for dim in tables.dims]
         self._client = self._server = self._replicated = None
         if not self._roles.num_servers:
-            self._replicated = ReplicatedRows(data, self._stores)
+            self._replicated = ReplicatedRows(data, self.stores)
         elif server is None:
             self._client = RowClient(data, self._roles, tables.dims, dtype)
         else:
-            self._server = RowServer(data, self._roles, self._stores)
+            self._server = RowServer(data, self._roles, self.stores)
         exchange = self._replicated or self._client
         for source in tables.sources if exchange is not None else ():
             source.exchange = exchange
@@ -161,7 +161,7 @@ class KeptTables(Component):
             return
         factor = verdict.factor.item()
         rate = self._optimizer.lr(index) * self._optimizer.rate_scale * self._lr_ratio
-        for store, one in zip(self._stores, gradients, strict=True):
+        for store, one in zip(self.stores, gradients, strict=True):
             store.update(RowGradients(one.keys, one.values.mul_(factor)), rate)
 
     # Around an evaluation
@@ -184,7 +184,7 @@ class KeptTables(Component):
         if self._part is None:
             return
         part = self._part
-        for store in self._stores:
+        for store in self.stores:
             for number, block in enumerate(store.blocks()):
                 for name, tensor in block.items():
                     key = f"{part.number}-of-{part.count}/{store.dim}/{number}/{name}"
@@ -192,7 +192,7 @@ class KeptTables(Component):
                     yield StateTensor(TABLES, key, piece, tensor, holder=part.holder, num_holders=part.num_holders)
 
     def version(self) -> object:
-        return [store.version for store in self._stores]
+        return [store.version for store in self.stores]
 
     def tree(self) -> Mapping[str, Any]:
         tables = self._tables.tables
@@ -215,14 +215,14 @@ class KeptTables(Component):
             raise CheckpointError(what, "Use the tables of the saved run, or start a new one.")
 
     def restore(self, saved: SavedState) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.clear()
         if self._part is None:
             return
         numbers = {name: number for number, name in enumerate(saved.tree["tables"]["names"])}
         renumbered = {numbers[table.name]: table.number for table in self._tables.tables}
         found = saved.shapes(TABLES)
-        for store in self._stores:
+        for store in self.stores:
             for place in _blocks_of(found, store.dim):
                 self._restore_block(saved, store, place, found, renumbered)
 
