@@ -319,7 +319,7 @@ def train_own(folder: Path, servers: int, checkpoint: dict[str, Any]) -> float:
         "train": {"steps": 5, "global_batch": 8, "micro_batch": 2, "precision": "float64"},
         "optim": {"lr": 0.02, "tables": {"rule": "adam"}},
         "sync": {"server": {"count": servers}},
-        "loading": {"shuffle": False},
+        "loading": {"shuffle": "none"},
         "checkpoint": checkpoint,
     }
     with Session(Own, Ids(), own_loss, **given) as session:
