@@ -38,6 +38,7 @@ EVALUATION = ("before_evaluation", "after_evaluation")
 STATE = ("tensors", "tree", "restore")
 VOTE_AFTER = "before_vote"
 COMPONENTS = {  # in the order of the list in run.build, then of those that a session adds
+    "KeptTables": "rows of embedding tables",
     "Model": "parameters and buffers",
     "RunningStatistics": "batch norm",
     "GradientSync": "reduction, error feedback",
