@@ -18,6 +18,7 @@ torchrec needs a fbgemm-gpu-cpu that was built for this torch: 1.8.0 for torch 2
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def beside_ddp(folder: Path, rounds: int, torchrec: str) -> dict[str, Any]:
         found["served"].append(ranks[0])
         found["ddp"].append(run_world(plain_ddp, 2, tables, timeout_s=300)[0])
         if torchrec:
-            found.setdefault("torchrec", []).append(peer(torchrec))
+            found.setdefault("torchrec", []).append(peer(torchrec, tables))
         say(f"ddp: round {number + 1}: " + ", ".join(_told(name, one[-1]) for name, one in found.items()))
     figures: dict[str, Any] = {}
     for name, ones in found.items():
@@ -201,10 +202,11 @@ def _told(name: str, one: dict[str, float]) -> str:
     return f"{name} {one['steps_per_s']:.2f} steps/s, {one['bytes_a_step'] / 1e6:.2f} MB a step"
 
 
-def peer(python: str) -> dict[str, float]:
+def peer(python: str, tables: dict[str, Any]) -> dict[str, float]:
     """torchrec's own sharded tables on two ranks."""
     script = Path(__file__).with_name("recommender_peer.py")
-    done = subprocess.run([python, str(script)], capture_output=True, text=True, timeout=300)
+    command = [python, str(script), json.dumps(tables)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SetupError(f"torchrec failed: {done.stderr[-2000:]}", "Leave out --torchrec.")
     rate, num_bytes = map(float, done.stdout.split()[-2:])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,10 +131,11 @@ class Tables(nn.ModuleList):
 
     def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """``ids``: those of each table."""
-        if any(table.source is None for table in self):  # called as modules, for the hooks of those who shard weights
-            return [table(one) for table, one in zip(self, ids, strict=True)]
-        begun = [table.begin(one) for table, one in zip(self, ids, strict=True)]
-        return [table.finish(read) for table, read in zip(self, begun, strict=True)]
+        tables = cast("list[Table]", list(self))
+        if any(table.source is None for table in tables):  # called as modules, for the hooks of those who shard weights
+            return [table(one) for table, one in zip(tables, ids, strict=True)]
+        begun = [table.begin(one) for table, one in zip(tables, ids, strict=True)]
+        return [table.finish(read) for table, read in zip(tables, begun, strict=True)]
 
 
 def _has_values(ids: Tensor) -> bool:

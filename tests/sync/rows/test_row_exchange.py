@@ -45,7 +45,8 @@ def exchange(late: int) -> list[list[Tensor]] | dict[str, int]:
             RowStore(dim, torch.float32, RowAdagrad(), lambda keys: tables.first_rows(keys, torch.float32))
             for dim in WIDTHS
         ]
-        server, found = RowServer(group, roles, stores), []
+        server = RowServer(group, roles, stores)
+        found: list[list[Tensor]] = []
         for step in range(2):
             server.serve(step)
             found.append([part.values for part in server.gradients(step)])

@@ -107,16 +107,18 @@ class KeptTables(Component):
             rule = ROW_RULES[self._config.rule]()
             first_rows = _first_rows(tables, dtype)
             self.stores = [RowStore(dim, dtype, rule, first_rows) for dim in tables.dims]
-        self._client = self._server = self._replicated = None
+        self._client: RowClient | None = None
+        self._server: RowServer | None = None
+        self._replicated: ReplicatedRows | None = None
         if not self._roles.num_servers:
             self._replicated = ReplicatedRows(data, self.stores)
         elif server is None:
             self._client = RowClient(data, self._roles, tables.dims, dtype)
         else:
             self._server = RowServer(data, self._roles, self.stores)
-        exchange = self._replicated or self._client
-        for source in tables.sources if exchange is not None else ():
-            source.exchange = exchange
+        if (exchange := self._replicated or self._client) is not None:
+            for source in tables.sources:
+                source.exchange = exchange
         self._num_left = 0
         """Micro-batches of this step whose backward is still to come."""
         self._counts = True

@@ -7,6 +7,7 @@ allocates no weights; if that fails, the error says what is missing. Invariant: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,7 +56,9 @@ def _describe(job: Job, traces: bool) -> PlanningJob:
     if job.model.name == "llama":
         return _llama(job, cast("LlamaConfig", job.model), needs)
     small = _SMALL[job.model.name]
-    found = model_structure(small.shapes(job.model), units=small.units(job.model))
+    is_kept = "tables." if job.optim.tables.is_on else "\0"  # rows that servers keep are no parameters
+    shapes = {name: shape for name, shape in small.shapes(job.model).items() if not name.startswith(is_kept)}
+    found = model_structure(shapes, units=[unit for unit in small.units(job.model) if not unit.startswith(is_kept)])
     return PlanningJob(found, needs, _cost_settings(job, small.num_metrics, small.num_statistics(job.model)))
 
 
@@ -116,10 +119,12 @@ def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
     import torch
 
     from closeranks.models.build import spec_for
+    from closeranks.run.components.kept_tables import TableBuilder
 
     spec = spec_for(job.model, seq_len=job.data.seq_len)
+    kept = TableBuilder(job, spec, torch.device("cpu")).building() if job.optim.tables.is_on else nullcontext()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), kept:
             return spec, spec.build()
     except ModelError as error:
         what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
