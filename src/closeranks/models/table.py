@@ -138,6 +138,11 @@ class Tables(nn.ModuleList):
         return [table.finish(read) for table, read in zip(tables, begun, strict=True)]
 
 
+def tables_with_rows(module: nn.Module) -> list[str]:
+    """Names of the tables in a module that hold their rows as a parameter."""
+    return [one.name for one in module.modules() if isinstance(one, Table) and one.weight is not None]
+
+
 def _has_values(ids: Tensor) -> bool:
     """False on the meta device, and where a module is traced without data."""
     return type(ids) is Tensor and not ids.is_meta

@@ -25,7 +25,7 @@ from closeranks.core.pieces import Piece
 from closeranks.core.seeds import derive_seed
 from closeranks.core.table_rows import ID_BITS, row_key, row_owners
 from closeranks.elastic.vote import Ballot, Verdict
-from closeranks.models.table import Table, row_bound, rows_from
+from closeranks.models.table import row_bound, rows_from, tables_with_rows
 from closeranks.optim.norms import norm_squared
 from closeranks.optim.optimizer import Optimizer
 from closeranks.optim.row_rules import ROW_RULES
@@ -67,8 +67,7 @@ class TableBuilder:
 
     def check(self, module: nn.Module) -> None:
         """Called with the whole model."""
-        own = [one.name for one in module.modules() if isinstance(one, Table) and one.weight is not None]
-        if own:
+        if own := tables_with_rows(module):
             what = f"table '{own[0]}' was made before the run, with all of its rows, and the job keeps rows elsewhere"
             raise ModelError(what, "Pass a function that makes the model, instead of the model.")
         if not self.tables.sources:
