@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,10 +176,8 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     label_groups(groups.world, groups)
     world_group.closers.append(groups.close)
     grouping, flops = ParameterGrouping(job.optim), make_model_flops(job, world, spec, device)
-    tables = TableBuilder(job, spec, device) if job.optim.tables.is_on else None
-    with tables.building() if tables else nullcontext():
-        prepare = preparation(grouping, flops, tables)
-        applied = parallelize(spec, parallel_settings(job, layout), groups, device, prepare=prepare)
+    tables = TableBuilder(job, spec, device)
+    applied = parallelize_job(job, layout, spec, groups, device, tables, preparation(grouping, flops, tables))
     chosen = choose_reduction(job, layout, groups, world, num_steps)
     # Made before the reducer: its hooks must see each gradient before the reducer's hooks take it away.
     trained = (held.parameter for held in applied.held)
@@ -200,7 +197,7 @@ def _build(planned: _Plan, world: World, inputs: RunInputs, device: torch.device
     loss_scale = LossScale(job.optim.loss_scale, enabled=precision.scales_loss, device=device)
     strategy = make_strategy(context, model, reducer, optimizer, batches, owners)
     own: list[Component | None] = [  # in the order in which the step and the state go through them
-        KeptTables(context, tables.tables, optimizer, precision.weights) if tables else None,
+        KeptTables(context, tables.tables, optimizer, precision.weights) if job.optim.tables.is_on else None,
         model,
         RunningStatistics(applied.statistics) if any(applied.statistics) else None,
         gradients,
@@ -341,14 +338,26 @@ def make_unused_parameters(
     )
 
 
+def parallelize_job(
+    job: Job,
+    layout: Layout,
+    spec: ModelSpec,
+    groups: MeshGroups,
+    device: torch.device,
+    tables: TableBuilder,
+    prepare: Callable[[nn.Module], None],
+) -> DistributedModel:
+    with tables.building():
+        return parallelize(spec, parallel_settings(job, layout), groups, device, prepare=prepare)
+
+
 def preparation(
-    grouping: ParameterGrouping, flops: ModelFlops | None, tables: TableBuilder | None
+    grouping: ParameterGrouping, flops: ModelFlops | None, tables: TableBuilder
 ) -> Callable[[nn.Module], None]:
     """What needs the whole model, before any transform."""
 
     def prepare(module: nn.Module) -> None:
-        if tables is not None:
-            tables.check(module)
+        tables.check(module)
         grouping.assign_groups(module)
         if flops is not None:
             flops.copy(module)

@@ -12,6 +12,7 @@ are its own now.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,6 @@ from closeranks.sync.rows.table_rows import TableList
 from closeranks.sync.server.roles import roles
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from closeranks.core.protocols import ModelSpec
     from closeranks.data.loading.batch_reader import LoadedBatch
     from closeranks.data.sampling.order import MicroBatch
@@ -50,23 +49,28 @@ if TYPE_CHECKING:
 
 
 class TableBuilder:
-    """Gives the tables of a model that is being built their rows. ``tables``: what it found."""
+    """Gives the tables of a model that is being built their rows, if the job says so. ``tables``: what it found."""
 
     def __init__(self, job: Job, spec: ModelSpec, device: torch.device) -> None:
         # As torch's generator is seeded while a factory runs, from which a table with a parameter takes its rows.
         self._seed = job.run.seed if spec.builds_on_meta else derive_seed(job.run.seed, "init")
         self.tables = TableList()
-        if device.type != "cpu":
+        self._is_on = job.optim.tables.is_on
+        if self._is_on and device.type != "cpu":
             what = "rows of tables are kept in the memory of the CPU"
             raise ConfigError([Problem("optim.tables.rule", what, 'Set it to "none", or run.device = "cpu".')])
 
     def building(self) -> AbstractContextManager[None]:
+        if not self._is_on:
+            return nullcontext()
         return rows_from(
             lambda name, rows, dim: self.tables.add(name, rows, dim, row_key(self._seed, name), row_bound(dim))
         )
 
     def check(self, module: nn.Module) -> None:
         """Called with the whole model."""
+        if not self._is_on:
+            return
         if own := tables_with_rows(module):
             what = f"table '{own[0]}' was made before the run, with all of its rows, and the job keeps rows elsewhere"
             raise ModelError(what, "Pass a function that makes the model, instead of the model.")

@@ -7,7 +7,6 @@ allocates no weights; if that fails, the error says what is missing. Invariant: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -122,9 +121,8 @@ def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
     from closeranks.run.components.kept_tables import TableBuilder
 
     spec = spec_for(job.model, seq_len=job.data.seq_len)
-    kept = TableBuilder(job, spec, torch.device("cpu")).building() if job.optim.tables.is_on else nullcontext()
     try:
-        with torch.device("meta"), kept:
+        with torch.device("meta"), TableBuilder(job, spec, torch.device("cpu")).building():
             return spec, spec.build()
     except ModelError as error:
         what = f"{error.what.rstrip('.')}, when built without memory (on the meta device) to count its parameters"
