@@ -19,9 +19,11 @@ from closeranks.core.events import Restored, StepPhases
 from closeranks.core.system.environment import set_world
 from closeranks.core.table_rows import ID_BITS
 from closeranks.core.world import World
+from closeranks.facts.shapes.model_structure import distinct_parameters
 from closeranks.models.table import Table, Tables
 from closeranks.optim.row_rules import ROW_RULES
 from closeranks.parallel.initialization.materialize import materialize
+from closeranks.run.job.describe import describe_job
 from closeranks.run.job.job import load_job
 from closeranks.sync.rows.row_messages import PULL_PHASE, PUSH_PHASE
 from closeranks.testing import run_world
@@ -399,3 +401,13 @@ def test_a_state_of_other_tables_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             go(tmp_path / "next", {**tables, **longer, "checkpoint": {"resume": str(tmp_path / place)}})
     assert go(tmp_path / "next", {**kept(), **longer, "checkpoint": {"resume": str(tmp_path / "rows")}})
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "none"])
+def test_planning_counts_no_rows(rule: str) -> None:
+    recommender = {**RECOMMENDER["model"], "rows": 10**11}
+    for model, data in ((recommender, "clicks"), ({"name": f"{__name__}:Own"}, "digits")):
+        tables = {**RECOMMENDER, "model": model, "data": {"name": data}, "optim": {"tables": {"rule": rule}}}
+        structure = describe_job(load_job(None, extra=tables).value).structure
+        names = [one.name for one in distinct_parameters(structure.units)]
+        assert any(name.startswith(("tables.", "many.")) for name in names) is (rule == "none")
