@@ -353,6 +353,7 @@ def test_a_module_of_ones_own_and_incremental_checkpoints(tmp_path: Path) -> Non
         ({"layout": {"tensor": 2}}, "optim.tables.rule"),
         ({"sync": {"local": {"every": 4}}}, "optim.tables.rule"),
         ({"sync": {"server": {"count": 1, "mode": "async"}}}, "optim.tables.rule"),
+        ({"sync": {"server": {"count": 1, "backup": 1}}}, "optim.tables.rule"),
         ({"optim": {"ema": 0.9}}, "optim.ema"),
         ({"train": {"compile": True}}, "optim.tables.rule"),
         ({"checkpoint": {"weights": "somewhere"}}, "checkpoint.weights"),

@@ -198,6 +198,9 @@ def check_tables(job: Job) -> Iterable[Problem]:
     if job.sync.server.is_on and job.sync.server.mode == "async":
         what = "rows are updated once a step, and asynchronous servers update by every single push"
         yield Problem(place, what, f'Set sync.server.mode = "stale", {off}.')
+    if job.sync.server.backup:
+        what = "rows are updated by the gradients of all workers, and backup workers leave some out"
+        yield Problem(place, what, f"Set sync.server.backup = 0, {off}.")
     if job.optim.ema:
         what = "the moving average is one of parameters, and rows of tables are none"
         yield Problem("optim.ema", what, f"Set it to 0, {off}.")
