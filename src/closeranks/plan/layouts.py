@@ -7,8 +7,9 @@ that are not legal are counted with their reason, and ``candidate_layouts`` says
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from closeranks.core.errors import Problem
 from closeranks.facts.communication.comm_volume import ActivationTraffic, CollectiveVolume, comm_volumes
@@ -31,7 +32,7 @@ from closeranks.facts.memory.memory_per_rank import (
 from closeranks.facts.memory.peak import ActivationBytes, PeakBytes, ReducerBytes, WeightBytes, peak_bytes
 from closeranks.facts.memory.state_bytes import NamedBytes
 from closeranks.facts.mesh import Mesh
-from closeranks.facts.pipeline.occupancy import PipelineOccupancy, layout_occupancy
+from closeranks.facts.pipeline.occupancy import PipelineOccupancy, StagesHeld, layout_occupancy
 from closeranks.facts.shapes.llama import LlamaShape
 from closeranks.facts.shapes.model_structure import ModelStructure, ModelUnit, distinct_parameters
 from closeranks.facts.shapes.module_trace import ModuleTrace
@@ -192,7 +193,8 @@ class LayoutCostModel:
         job, assignment = self._job, self._assignment(layout)
         num_micro = job.num_micro(layout)
         settings = replace(job.cost_settings, num_micro=num_micro)
-        occupancy = layout_occupancy(layout, num_micro)
+        splitting = job.activation_settings.splitting if job.activation_settings else "split"
+        occupancy = layout_occupancy(layout, num_micro, splitting)
         states: dict[Hashable, _KindCost] = {}
         ranks = []
         for coordinate, (stages, kind) in enumerate(zip(assignment.stages, assignment.kinds, strict=True)):
@@ -204,9 +206,9 @@ class LayoutCostModel:
                     reducer_bytes(parameters, layout, settings),
                     comm_volumes(parameters, layout, settings, _activation_traffic(job)),
                 )
-            found, held = states[kind], occupancy.in_flight[coordinate]
-            activations = self._activations(stages, kind, layout, held)
-            in_flight = sum(held[stage.number] for stage in stages) / len(stages)
+            found, fullest = states[kind], occupancy.fullest[coordinate]
+            activations = self._activations(stages, kind, layout, fullest)
+            in_flight = sum(fullest.held[stage.number] for stage in stages) / len(stages)
             peak = peak_bytes(found.weights, found.reducer, activations, num_micro, in_flight)
             ranks.append(RankCost(coordinate, stages, found.state, peak, found.volumes, num_micro))
         return LayoutCost(layout, num_micro, occupancy, tuple(ranks))
@@ -229,7 +231,7 @@ class LayoutCostModel:
         return self._parameters[key]
 
     def _activations(
-        self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, in_flight: Mapping[int, int]
+        self, stages: Sequence[StageUnits], kind: Hashable, layout: Layout, fullest: StagesHeld
     ) -> ActivationBytes:
         llama, settings = self._job.llama, self._job.activation_settings
         if llama is None or settings is None:
@@ -239,9 +241,10 @@ class LayoutCostModel:
             self._llama_stages[key] = tuple(_llama_stage(stage, layout) for stage in stages)
         frees = layout.zero == 3 and resolve_hold(self._job.cost_settings.hold, layout) == "shards"
         settings = replace(settings, tensor=layout.tensor, keeps_casts=not frees)
-        counts = (in_flight[stage.number] for stage in stages)
+        counts = ((fullest.held[stage.number], fullest.deferred[stage.number]) for stage in stages)
         llama_stages = [
-            replace(stage, in_flight=count) for stage, count in zip(self._llama_stages[key], counts, strict=True)
+            replace(stage, in_flight=held, deferred=deferred)
+            for stage, (held, deferred) in zip(self._llama_stages[key], counts, strict=True)
         ]
         return activation_bytes(llama, settings, llama_stages, is_pipeline=layout.pipeline > 1)
 
@@ -266,9 +269,11 @@ class _StageAssignment:
 
 
 def _kind(stages: Sequence[StageUnits], layout: Layout) -> Hashable:
-    """Equal for ranks that hold and send the same. The two ends of the pipeline have a neighbour on one side only."""
+    """Equal for ranks that hold and send the same. The two ends of the pipeline have a neighbour on one side only, and
+    where a V turns a rank is its own neighbour."""
     ends = (0, layout.num_stages - 1)
-    return tuple((stage.number in ends, tuple(map(_signature, stage.units))) for stage in stages)
+    turns = any(later.number == stage.number + 1 for stage, later in pairwise(stages))
+    return turns, tuple((stage.number in ends, tuple(map(_signature, stage.units))) for stage in stages)
 
 
 def _signature(unit: ModelUnit) -> Hashable:

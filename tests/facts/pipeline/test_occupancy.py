@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from closeranks.facts.layout import SCHEDULES, Layout
-from closeranks.facts.pipeline.occupancy import layout_occupancy, peak_by_stage, pipeline_occupancy
+from closeranks.facts.pipeline.occupancy import fullest_moment, layout_occupancy, pipeline_occupancy
 from closeranks.facts.pipeline.schedules import schedule_for
 from closeranks.facts.pipeline.timeline import peak_in_flight, timeline
 
@@ -28,4 +28,20 @@ def test_without_a_pipeline_nothing_waits() -> None:
 
 def test_the_fullest_moment_counts_each_stage() -> None:
     made = schedule_for("looped-bfs", 2, 3)
-    assert peak_by_stage(made.ranks[0]) == {0: 3, 2: 3}
+    assert fullest_moment(made.ranks[0], "split", deferred_share=0.5).held == {0: 3, 2: 3}
+
+
+def test_deferred_weight_gradients_count_where_memory_is_fullest() -> None:
+    """The last rank of a V puts off every weight gradient of its first micro-batches, the first rank hardly any."""
+    found = pipeline_occupancy(4, "zbv", 8).fullest
+    assert (found[0].held, found[3].held) == ({0: 7, 7: 1}, {3: 4, 4: 4})
+    assert [sum(one.deferred.values()) for one in found] == [1, 1, 6, 8]
+    assert [sum(one.held.values()) for one in found] == [8, 8, 7, 8]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved-zero-bubble", "dualpipev"])
+def test_a_backward_that_is_not_split_waits_longer_and_frees_earlier(schedule: str) -> None:
+    split, whole = (pipeline_occupancy(4, schedule, 4, found) for found in ("split", "whole"))
+    assert whole.bubble > 1.5 * split.bubble
+    assert sum(sum(one.held.values()) for one in whole.fullest) < sum(sum(one.held.values()) for one in split.fullest)
+    assert not any(sum(one.deferred.values()) for one in whole.fullest)

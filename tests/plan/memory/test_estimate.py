@@ -11,14 +11,14 @@ from closeranks.facts.cluster import parse_cluster
 from closeranks.facts.layout import Layout, LayoutConstraints
 from closeranks.facts.memory.activations import ActivationSettings
 from closeranks.facts.memory.memory_per_rank import CostSettings
-from closeranks.facts.pipeline.occupancy import pipeline_occupancy
+from closeranks.facts.pipeline.occupancy import BackwardSplitting, pipeline_occupancy
 from closeranks.facts.shapes.llama import PRESETS, llama_structure
 from closeranks.facts.shapes.module_trace import ModuleTrace, Product, TracedUnit
 from closeranks.facts.shapes.transformer import TransformerShape, from_llama, num_params
 from closeranks.plan.layouts import LayoutCostModel, PlanningJob
 from closeranks.plan.memory.conventions import CONVENTIONS, LEAN_12, MIXED_16, find_convention
 from closeranks.plan.memory.estimate import MARGIN, MemoryEstimate, memory_estimate, side_by_side
-from closeranks.plan.memory.in_flight import head_in_flight, in_flight, stages_in_flight
+from closeranks.plan.memory.in_flight import heads_held, stages_held
 from closeranks.plan.step_time.workload import PlanChoice, Recompute, Workload
 from closeranks.run.job.describe import ReducerBucketPlanner
 from closeranks.sync.config import SyncConfig
@@ -98,8 +98,10 @@ def test_peaks_measured_on_an_h200(preset: str, batch: int, recompute: str, comp
 def test_micro_batches_in_flight_are_those_of_the_schedule(schedule: str, num_micro: int) -> None:
     layout = Layout(pipeline=4, schedule=schedule)
     per_rank = layout.num_stages // 4
-    for rank, held in enumerate(pipeline_occupancy(4, schedule, num_micro).in_flight):
-        assert in_flight(layout, rank, num_micro, per_rank) * per_rank == sum(held.values())
+    for rank, moment in enumerate(pipeline_occupancy(4, schedule, num_micro).fullest):
+        stages = stages_held(layout, rank, num_micro, per_rank)
+        assert [stage.held for stage in stages] == list(moment.held.values())
+        assert [stage.deferred for stage in stages] == list(moment.deferred.values())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "zbv"])
@@ -108,12 +110,24 @@ def test_any_number_of_micro_batches_is_held_as_the_schedule_holds_it(schedule: 
     for size, num_micro in product((2, 3, 4, 8), range(1, 26)):
         layout, occupancy = Layout(pipeline=size, schedule=schedule), pipeline_occupancy(size, schedule, num_micro)
         last, per_rank = layout.num_stages - 1, layout.num_stages // size
-        for rank, held in enumerate(occupancy.in_flight):
-            assert in_flight(layout, rank, num_micro, per_rank) * per_rank == sum(held.values())
-            if schedule.endswith("1f1b"):
-                assert stages_in_flight(layout, rank, num_micro, per_rank) == tuple(held.values())
+        for rank, moment in enumerate(occupancy.fullest):
+            stages, held = stages_held(layout, rank, num_micro, per_rank), moment.held
+            assert [stage.held for stage in stages] == list(held.values())
             if last in held:
-                assert head_in_flight(layout, num_micro) == held[last], (size, num_micro)
+                assert heads_held(layout, num_micro, stages[-1], "split") == held[last], (size, num_micro)
+
+
+@pytest.mark.parametrize("splitting", ["split", "late", "whole"])
+def test_more_ranks_hold_their_micro_batches_in_the_same_proportions(splitting: BackwardSplitting) -> None:
+    """Of 16 ranks eight are simulated."""
+    layout = Layout(pipeline=16, schedule="zbv")
+    for num_micro in (4, 16, 24, 64):
+        moments = pipeline_occupancy(16, "zbv", num_micro, splitting).fullest
+        for rank in (0, 15):
+            stages = stages_held(layout, rank, num_micro, 2, splitting)
+            held, deferred = sum(moments[rank].held.values()), sum(moments[rank].deferred.values())
+            assert sum(stage.held for stage in stages) == pytest.approx(held, abs=2)
+            assert sum(stage.deferred for stage in stages) == pytest.approx(deferred, abs=2)
 
 
 @pytest.mark.parametrize(

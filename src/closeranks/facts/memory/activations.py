@@ -16,6 +16,7 @@ from typing import Literal
 
 from closeranks.facts.memory.peak import ActivationBytes
 from closeranks.facts.memory.state_bytes import Precision, element_bytes
+from closeranks.facts.pipeline.occupancy import BackwardSplitting
 from closeranks.facts.shapes.llama import LlamaShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -48,6 +49,13 @@ class ActivationSettings:
     def tokens_per_rank(self) -> int:
         """Tokens of a hidden state between the blocks, where the sequence is split over the tensor ranks."""
         return -(-self.num_tokens // self.tensor)
+
+    @property
+    def splitting(self) -> BackwardSplitting:
+        """What becomes of a backward that the schedule splits ([Note: how a backward is split])."""
+        if self.recompute != "none" or self.is_compiled:
+            return "whole"
+        return "late" if element_bytes(self.precision).is_half else "split"
 
 
 def block_saved_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
@@ -154,6 +162,33 @@ def block_gradient_bytes(shape: LlamaShape, settings: ActivationSettings) -> int
     return 2 * settings.num_tokens * (shape.ffn_dim * w.compute // settings.tensor + shape.dim * w.stream)
 
 
+def block_deferred_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
+    """What a block records of one micro-batch for weight gradients that come later: the gradients of what its products
+    and its norms return. In half precision those of products come at once."""
+    w = element_bytes(settings.precision)
+    norms = _NUM_NORMS * settings.tokens_per_rank * shape.dim * w.state
+    if settings.splitting != "split":
+        return norms if settings.splitting == "late" else 0
+    split = (shape.dim + 2 * _kv_dim(shape) + 2 * shape.ffn_dim) // settings.tensor
+    return norms + settings.num_tokens * (split + 2 * shape.dim) * w.compute
+
+
+def late_freed_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
+    """What a stage frees in the first half although its second half is to come: the feed-forward of its last block,
+    which no norm's gradient needs."""
+    if settings.splitting != "late":
+        return 0
+    w = element_bytes(settings.precision)
+    wide = 4 * shape.ffn_dim // settings.tensor
+    return settings.num_tokens * (wide + shape.dim) * w.compute + settings.tokens_per_rank * shape.dim * w.state
+
+
+def end_deferred_bytes(shape: LlamaShape, settings: ActivationSettings) -> int:
+    """The same of the first stage, of which the whole backward is deferred (the gradient of its output), and of the
+    head (that of the last norm; that of the logits takes the place of what the loss kept)."""
+    return settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).state
+
+
 def weight_cast_bytes(stage: LlamaStage, settings: ActivationSettings) -> int:
     """Half-precision copies of weights, which backward reads; recomputed blocks cast them again."""
     w = element_bytes(settings.precision)
@@ -175,6 +210,13 @@ class LlamaStage:
     """Weights of the blocks' matrix products on one tensor rank."""
     num_head_params: int
     """The same for the output projection; 0 where another stage has it."""
+    deferred: int = 0
+    """Micro-batches of those in flight whose weight gradients are still to come."""
+
+    def num_heads(self, settings: ActivationSettings) -> int:
+        """Micro-batches of which head and loss keep something: where all gradients come in the first half of a
+        backward, nothing needs them until the second."""
+        return self.is_last * (self.in_flight - (self.deferred if settings.splitting == "late" else 0))
 
 
 def activation_bytes(
@@ -182,14 +224,18 @@ def activation_bytes(
 ) -> ActivationBytes:
     """What one rank keeps of its micro-batches, and what their backward needs."""
     hidden = settings.tokens_per_rank * shape.dim * element_bytes(settings.precision).stream
-    has_head = any(s.is_last for s in stages)
+    waits = stages and all(s.deferred == s.in_flight for s in stages)
+    """Only second halves of backwards are left: the last loss was before."""
+    has_head = any(s.is_last for s in stages) and not waits
     has_blocks = any(s.num_blocks for s in stages)
     ends = sum(s.in_flight * embedding_saved_bytes(settings) for s in stages if s.is_first)
-    ends += sum(s.in_flight * head_saved_bytes(shape, settings) for s in stages if s.is_last)
+    ends += sum(s.num_heads(settings) * head_saved_bytes(shape, settings) for s in stages)
     return ActivationBytes(
         blocks=sum(s.in_flight * s.num_blocks for s in stages) * block_saved_bytes(shape, settings),
         ends=ends,
         casts=sum(s.in_flight * weight_cast_bytes(s, settings) for s in stages),
+        deferred=sum(s.deferred * _stage_deferred(shape, settings, s) for s in stages),
+        is_late=settings.splitting == "late" and any(s.deferred for s in stages),
         # A stage keeps its input until the input's gradient is sent back, and its output until the output's gradient
         # arrives.
         borders=sum(s.in_flight * (2 - s.is_first - s.is_last) for s in stages) * hidden if is_pipeline else 0,
@@ -199,3 +245,11 @@ def activation_bytes(
         again=block_working_bytes(shape, settings) if has_blocks else 0,
         block_gradients=block_gradient_bytes(shape, settings) if has_blocks else 0,
     )
+
+
+def _stage_deferred(shape: LlamaShape, settings: ActivationSettings, stage: LlamaStage) -> int:
+    if stage.is_first:
+        return end_deferred_bytes(shape, settings)
+    head = end_deferred_bytes(shape, settings) if stage.is_last else 0
+    kept = stage.num_blocks * block_deferred_bytes(shape, settings)
+    return max(0, kept - late_freed_bytes(shape, settings)) + head

@@ -76,6 +76,10 @@ class ActivationBytes:
     """Working memory of a block that is computed again."""
     block_gradients: float = 0.0
     """Gradients of a block's activations while its backward runs."""
+    deferred: float = 0.0
+    """Gradients that are kept for weight gradients which a schedule puts off."""
+    is_late: bool = False
+    """Whether weight gradients come although activations stay ([Note: how a backward is split])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def peak_bytes(
 ) -> PeakBytes:
     """``in_flight``: micro-batches whose activations the rank holds at most."""
     keeps_whole = reducer.zero < 2 or reducer.holds_step
-    if num_micro > in_flight:
+    if num_micro > in_flight or activations.is_late:
         steps = [_Step(weights, reducer, activations, num_micro, keeps_whole, 1.0)]
     else:
         # Until the first backward there are no gradients, and then one micro-batch less.
@@ -138,6 +142,7 @@ class _Moment:
             ("activations of embedding, head and loss", self.share * own.ends - self.freed),
             ("weights cast for products", self.share * own.casts),
             ("hidden states at the ends of stages", self.share * own.borders),
+            ("gradients kept for weight gradients", self.share * own.deferred),
         ]
         return PeakBytes(self.name, self.gradients, _named(self.buffers), _named([*held, *self.working]))
 
@@ -263,7 +268,7 @@ class _Step:
         freed: float = 0.0,
     ) -> _Moment:
         own, share = self.activations, self.share if share is None else share
-        kept = own.blocks + own.ends + own.casts + own.borders
+        kept = own.blocks + own.ends + own.casts + own.borders + own.deferred
         gradients = self._accumulated() if gradients is None else gradients
         return _Moment(name, gradients, buffers, working, share, freed, kept)
 

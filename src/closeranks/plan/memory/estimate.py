@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from closeranks.facts.cluster import Cluster
 from closeranks.facts.layout import Layout
 from closeranks.facts.memory.peak import ActivationBytes, peak_bytes
 from closeranks.facts.memory.state_bytes import NamedBytes
-from closeranks.facts.pipeline.stages import V_SHAPED
+from closeranks.facts.pipeline.occupancy import BackwardSplitting
+from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.plan.memory.conventions import LEAN_12, MIXED_16, OWN, StateConvention, convention_of
-from closeranks.plan.memory.in_flight import head_in_flight, in_flight, stages_in_flight
+from closeranks.plan.memory.in_flight import SPLIT_SCHEDULES, heads_held, stages_held
 from closeranks.plan.memory.model_sizes import RankParams, sizes_of
 from closeranks.plan.memory.saved_activations import SavedActivations, activation_key, saved_activations
 from closeranks.plan.memory.states import StateBytes, holds_whole_step, own_reducer, own_weights, state_bytes
 from closeranks.plan.step_time.model_figures import model_figures
 from closeranks.plan.step_time.stage_loads import RankLoad, rank_loads, stage_blocks
-from closeranks.plan.step_time.workload import PlanChoice, Workload
+from closeranks.plan.step_time.workload import PlanChoice, Workload, backward_splitting
 
 Verdict = Literal["fits", "borderline", "does not fit"]
-
-_INTERLEAVED = "interleaved-1f1b"
 
 MARGIN = 0.10
 """Of the estimate: how far from the device's memory a verdict stays."""
@@ -99,7 +99,6 @@ class MemoryEstimator:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload, self._cluster = workload, cluster
         self._sizes = sizes_of(workload.shape)
-        self._num_blocks = workload.num_blocks
         self._loads: dict[Hashable, tuple[tuple[int, RankLoad], ...]] = {}
         self._blocks: dict[Hashable, Sequence[Sequence[int]]] = {}
         self._states: dict[Hashable, tuple[RankParams, StateBytes]] = {}
@@ -132,8 +131,8 @@ class MemoryEstimator:
     ) -> tuple[int, list[NamedBytes]]:
         layout, num_micro = choice.layout, choice.num_micro(self._workload.global_batch)
         params, state = self._state_of(choice, convention, load)
-        count = self._in_flight(choice, rank, load, num_micro)
-        activations = self._activations(choice, convention, load, params, count)
+        held = self._held(choice, rank, load, num_micro)
+        activations, count = self._activations(choice, convention, load, params, held), held.count
         if convention is OWN:
             reducer = own_reducer(params, layout, is_half=choice.precision == "bf16")
             peak = peak_bytes(own_weights(params), reducer, activations, num_micro, count)
@@ -152,25 +151,32 @@ class MemoryEstimator:
         ]
         return rank, [*parts, *self._outside(layout, sum(part.num_bytes for part in moving))]
 
-    def _in_flight(self, choice: PlanChoice, rank: int, load: RankLoad, num_micro: int) -> float:
-        layout = choice.layout
-        count = in_flight(layout, rank, num_micro, choice.stages_per_rank)
-        if layout.pipeline > 1 and layout.schedule in V_SHAPED and rank == 0:
-            # Nearly all that it holds is of its first stage, which has more blocks than the last stage of the model.
-            per_stage = -(-self._num_blocks // layout.num_stages)
-            count *= max(1.0, choice.stages_per_rank * per_stage / max(load.num_blocks, 1))
-        if layout.schedule == _INTERLEAVED and choice.stages_per_rank > 1 and load.num_blocks:
-            # Stages that are not even: those that hold most micro-batches may have most blocks.
-            held = stages_in_flight(layout, rank, num_micro, choice.stages_per_rank)
-            blocks = self._stage_blocks(choice)[rank]
-            return sum(many * each for many, each in zip(held, blocks, strict=True)) / load.num_blocks
-        return count
+    def _splitting(self, choice: PlanChoice) -> BackwardSplitting:
+        return backward_splitting(choice, is_traced=isinstance(self._workload.shape, ModuleTrace))
+
+    def _held(self, choice: PlanChoice, rank: int, load: RankLoad, num_micro: int) -> _Held:
+        """Stages are counted one by one: those that hold most micro-batches may have most blocks."""
+        layout, splitting = choice.layout, self._splitting(choice)
+        stages = stages_held(layout, rank, num_micro, choice.stages_per_rank, splitting)
+        blocks = self._stage_blocks(choice)[rank] if layout.pipeline > 1 else (load.num_blocks,)
+        count = sum(stage.held * each for stage, each in zip(stages, blocks, strict=True))
+        return _Held(
+            count=count / load.num_blocks if load.num_blocks else fmean(stage.held for stage in stages),
+            heads=load.num_heads * heads_held(layout, num_micro, stages[-1], splitting),
+            deferred=tuple(
+                (stage.deferred, each)
+                for place, (stage, each) in enumerate(zip(stages, blocks, strict=True))
+                if place or not load.num_embeddings
+            ),
+            deferred_ends=load.num_embeddings * stages[0].deferred + load.num_heads * stages[-1].deferred,
+            is_late=splitting == "late" and any(stage.deferred for stage in stages),
+            waits=all(stage.deferred == stage.held for stage in stages),
+        )
 
     def _activations(
-        self, choice: PlanChoice, convention: StateConvention, load: RankLoad, params: RankParams, count: float
+        self, choice: PlanChoice, convention: StateConvention, load: RankLoad, params: RankParams, held: _Held
     ) -> ActivationBytes:
-        layout, saved = choice.layout, self._saved_of(choice)
-        heads = head_in_flight(layout, choice.num_micro(self._workload.global_batch)) * load.num_heads
+        layout, saved, count, heads = choice.layout, self._saved_of(choice), held.count, held.heads
         borders = 2 * choice.stages_per_rank - load.num_embeddings - load.num_heads if layout.pipeline > 1 else 0
         casts = 0.0
         # ZeRO-3 frees weights between forward and backward, and casts them again.
@@ -178,7 +184,8 @@ class MemoryEstimator:
         if convention is OWN and choice.precision != "fp32" and not frees:
             in_blocks = params.matrices + params.experts if choice.recompute == "none" else 0.0
             casts = 2 * (count * in_blocks + heads * params.head)
-        has_head, has_blocks = load.num_heads > 0, load.num_blocks > 0
+        has_head, has_blocks = load.num_heads > 0 and not held.waits, load.num_blocks > 0
+        kept = sum(many * max(0.0, blocks * saved.deferred - saved.late_freed) for many, blocks in held.deferred)
         return ActivationBytes(
             blocks=count * load.num_blocks * saved.block,
             ends=count * load.num_embeddings * saved.embedding + heads * saved.head,
@@ -189,6 +196,8 @@ class MemoryEstimator:
             logits_gradient=has_head * saved.logits_gradient,
             again=has_blocks * saved.working,
             block_gradients=has_blocks * saved.block_gradients,
+            deferred=kept + held.deferred_ends * saved.deferred_end,
+            is_late=held.is_late,
         )
 
     def _outside(self, layout: Layout, moving: float) -> Sequence[NamedBytes]:
@@ -219,14 +228,19 @@ class MemoryEstimator:
         return self._saved[key]
 
     def _ranks(self, choice: PlanChoice) -> tuple[tuple[int, RankLoad], ...]:
-        """Of ranks with the same load the first: it holds the most micro-batches."""
+        """Of ranks with the same load the first: it holds the most micro-batches. Where backwards are split the last
+        may, and keeps most gradients for the second half."""
         layout = choice.layout
         key = (layout.pipeline, choice.stages_per_rank, layout.schedule, choice.software)
         if key not in self._loads:
             first: dict[RankLoad, int] = {}
+            last = {load: rank for rank, load in enumerate(self._all_loads(choice))}
             for rank, load in enumerate(self._all_loads(choice)):
                 first.setdefault(load, rank)
-            self._loads[key] = tuple((rank, load) for load, rank in first.items())
+            found = {rank: load for load, rank in first.items()}
+            if layout.schedule in SPLIT_SCHEDULES:
+                found |= {rank: load for load, rank in last.items()}
+            self._loads[key] = tuple(found.items())
         return self._loads[key]
 
     def _all_loads(self, choice: PlanChoice) -> Sequence[RankLoad]:
@@ -243,6 +257,23 @@ class MemoryEstimator:
                 figures, layout.pipeline, choice.stages_per_rank, layout.schedule, is_balanced=is_balanced
             )
         return self._blocks[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds when its memory is fullest, in micro-batches."""
+
+    count: float
+    """Of all its blocks."""
+    heads: float
+    """Of head and loss."""
+    deferred: tuple[tuple[float, int], ...]
+    """By stage: micro-batches whose weight gradients are still to come, and the stage's blocks."""
+    deferred_ends: float
+    """Of the first stage, which keeps its output's gradient alone, and of the head."""
+    is_late: bool
+    waits: bool
+    """Whether only second halves of backwards are left: the last loss was before."""
 
 
 def _all_at_once(activations: ActivationBytes) -> list[NamedBytes]:

@@ -1,28 +1,46 @@
-"""How many micro-batches does a pipeline rank hold at its peak? In closed form, for searches over many layouts.
+"""How many micro-batches does a pipeline rank hold when its memory is fullest? For searches over many layouts.
 
-Invariant: the numbers are those of the schedules that train (``facts.pipeline.occupancy``, which simulates them).
+In closed form for 1F1B, interleaved or not; schedules that split backwards are simulated, on at most ``_SIMULATED``
+ranks. Invariant: the numbers are those of the schedules that train (``facts.pipeline.occupancy``, which simulates them
+all).
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 from closeranks.facts.layout import Layout
-from closeranks.facts.pipeline.stages import V_SHAPED
+from closeranks.facts.pipeline.occupancy import BackwardSplitting, fullest_moments
+from closeranks.facts.pipeline.schedules import schedule_for
 
 _HOLD_ALL = frozenset({"gpipe", "looped-bfs"})
+SPLIT_SCHEDULES = frozenset({"interleaved-zero-bubble", "zbv", "dualpipev"})
+_SIMULATED = 8
+"""More ranks hold their micro-batches in the same proportions."""
+_ROUNDS = 4
+"""Rounds of micro-batches after which a rank holds no more of them."""
 
 
-def in_flight(layout: Layout, rank: int, num_micro: int, stages_per_rank: int) -> float:
-    """In micro-batches of the rank's whole share of the model: a stage of two counts half."""
-    size = layout.pipeline
-    if size == 1:
-        return 1.0
+class StageHeld(NamedTuple):
+    """Of one stage, in micro-batches."""
+
+    held: float
+    deferred: float = 0.0
+    """Of those held: whose weight gradients are still to come."""
+
+
+def stages_held(
+    layout: Layout, rank: int, num_micro: int, stages_per_rank: int, splitting: BackwardSplitting = "split"
+) -> tuple[StageHeld, ...]:
+    """By stage of a rank."""
+    if layout.pipeline == 1:
+        return (StageHeld(1.0),)
     if layout.schedule in _HOLD_ALL:
-        return float(num_micro)
-    if layout.schedule in ("zbv", "interleaved-zero-bubble"):
-        return float(min(num_micro, size))
-    if layout.schedule == "dualpipev":
-        return min(num_micro, size + 0.5)
-    return sum(stages_in_flight(layout, rank, num_micro, stages_per_rank)) / stages_per_rank
+        return (StageHeld(float(num_micro)),) * stages_per_rank
+    if layout.schedule in SPLIT_SCHEDULES:
+        return _simulated(layout.schedule, layout.pipeline, rank, num_micro, splitting)
+    return tuple(StageHeld(float(held)) for held in stages_in_flight(layout, rank, num_micro, stages_per_rank))
 
 
 def stages_in_flight(layout: Layout, rank: int, num_micro: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -39,16 +57,32 @@ def stages_in_flight(layout: Layout, rank: int, num_micro: int, stages_per_rank:
     return tuple(min(num_micro, held) for held in (first, *[group] * (last - 1), at_end))
 
 
-def head_in_flight(layout: Layout, num_micro: int) -> int:
-    """Micro-batches of which the last stage holds logits: mostly their backward follows at once. In a V it waits for
-    the forwards of the ranks behind, where micro-batches are few."""
-    size = layout.pipeline
-    if size == 1:
-        return 1
+def _simulated(
+    schedule: str, pipeline: int, rank: int, num_micro: int, splitting: BackwardSplitting
+) -> tuple[StageHeld, ...]:
+    size = min(pipeline, _SIMULATED)
+    factor = pipeline / size
+    shown = max(1, round(num_micro / factor))
+    shown = min(shown, _ROUNDS * size + shown % size)
+    rows = _moments(schedule, size, shown, splitting)
+    row = rows[round(rank * (size - 1) / (pipeline - 1))]
+    return tuple(StageHeld(min(num_micro, factor * one.held), min(num_micro, factor * one.deferred)) for one in row)
+
+
+@cache
+def _moments(
+    schedule: str, size: int, num_micro: int, splitting: BackwardSplitting
+) -> tuple[tuple[StageHeld, ...], ...]:
+    moments = fullest_moments(schedule_for(schedule, size, num_micro), splitting)
+    return tuple(tuple(StageHeld(one.held[stage], one.deferred[stage]) for stage in one.held) for one in moments)
+
+
+def heads_held(layout: Layout, num_micro: int, last: StageHeld, splitting: BackwardSplitting) -> float:
+    """Micro-batches of which the last stage (``last``) holds logits: mostly their backward follows at once."""
+    if layout.pipeline == 1:
+        return 1.0
+    if layout.schedule in SPLIT_SCHEDULES:
+        return last.held - (last.deferred if splitting == "late" else 0.0)
     if layout.schedule in _HOLD_ALL:
-        return num_micro
-    if layout.schedule == "interleaved-zero-bubble":
-        return min(num_micro, size)
-    if layout.schedule in V_SHAPED:
-        return min(num_micro, max(2 * size - num_micro, 2 if layout.schedule == "dualpipev" else 1))
-    return 2 if layout.schedule == "interleaved-1f1b" and num_micro % max(1, num_micro // size) else 1
+        return float(num_micro)
+    return 2.0 if layout.schedule == "interleaved-1f1b" and num_micro % max(1, num_micro // layout.pipeline) else 1.0

@@ -15,13 +15,16 @@ from typing import Literal
 from closeranks.facts.memory.activations import (
     ActivationSettings,
     Keep,
+    block_deferred_bytes,
     block_gradient_bytes,
     block_saved_bytes,
     block_working_bytes,
     embedding_saved_bytes,
+    end_deferred_bytes,
     head_gradient_bytes,
     head_saved_bytes,
     head_working_bytes,
+    late_freed_bytes,
 )
 from closeranks.facts.memory.state_bytes import Precision, element_bytes
 from closeranks.facts.shapes.llama import LlamaShape
@@ -55,6 +58,12 @@ class SavedActivations:
     """What of ``logits`` the head's backward reads."""
     block_gradients: float = 0.0
     """Gradients of a block's activations while its backward runs."""
+    deferred: float = 0.0
+    """What a block keeps for weight gradients that come later."""
+    deferred_end: float = 0.0
+    """The same of the first stage, and of the head."""
+    late_freed: float = 0.0
+    """What each stage frees nevertheless."""
 
 
 def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivations:
@@ -80,6 +89,9 @@ def saved_activations(workload: Workload, choice: PlanChoice) -> SavedActivation
         hidden=tokens * shape.dim * width,
         logits_gradient=head_gradient_bytes(ends, at_end),
         block_gradients=block_gradient_bytes(ends, settings),
+        deferred=block_deferred_bytes(ends, settings),
+        deferred_end=end_deferred_bytes(ends, settings),
+        late_freed=late_freed_bytes(ends, settings),
     )
 
 
@@ -164,7 +176,11 @@ def _of_trace(trace: ModuleTrace, choice: PlanChoice) -> SavedActivations:
     # Backward begins with the gradient of what the loss kept (logits), and of the output that it was computed from.
     logits = max((unit.saved_activation_bytes for unit in rest), default=0.0)
     logits += max((unit.output_bytes for unit in rest or blocks), default=0.0)
-    return SavedActivations(saved, whole - saved, ends, 0.0, logits * count, output, logits * count)
+    # Gradients of what products return are not known either: as many bytes as a Llama's, half of what it saves.
+    deferred = 0.5 * whole if choice.recompute == "none" and not choice.compiled else 0.0
+    return SavedActivations(
+        saved, whole - saved, ends, 0.0, logits * count, output, logits * count, deferred=deferred, deferred_end=output
+    )
 
 
 def activation_key(choice: PlanChoice) -> Hashable:

@@ -36,6 +36,7 @@ class ModelFigures:
     """Elements of one sample's hidden state between two blocks."""
     expert_share: float = 0.0
     """Of the blocks."""
+    is_traced: bool = False
 
 
 def model_figures(workload: Workload) -> ModelFigures:
@@ -87,4 +88,5 @@ def _of_trace(trace: ModuleTrace) -> ModelFigures:
         float(sum(unit.num_params for unit in rest)),
         0.0,
         sum(unit.output_bytes for unit in blocks) / num_blocks / (2 if trace.precision in ("bf16", "fp16") else 4),
+        is_traced=True,
     )

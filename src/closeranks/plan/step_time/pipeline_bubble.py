@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from closeranks.facts.pipeline.stages import V_SHAPED
+
 _ZERO_BUBBLE = frozenset({"interleaved-zero-bubble", "zbv", "dualpipev"})
 
 
@@ -23,16 +25,20 @@ class PipelineWork:
     """Stages."""
 
 
-def bubble_seconds(work: PipelineWork, schedule: str, num_micro: int) -> float:
+def bubble_seconds(work: PipelineWork, schedule: str, num_micro: int, *, splits: bool = True) -> float:
     """``gpipe`` and ``1f1b``: the others' work on one micro-batch. Interleaved schedules with ``v`` stages per rank:
     1/v of it with at least as many micro-batches as ranks, and less is saved with fewer. Zero bubble: one stage's
     forward for each other rank, since gradients of weights fill the waits; with fewer micro-batches than ranks they
-    do not suffice."""
+    do not suffice. Where backwards are not split (``splits`` False), nothing fills them: ``zbv`` then waits for two
+    stages' backward of each other rank, and ``interleaved-zero-bubble`` as long as interleaved 1F1B."""
     others = work.num_ranks - 1
     if others < 1:
         return 0.0
-    if schedule in _ZERO_BUBBLE:
-        forward = work.forward / others / work.per_rank
+    forward = work.forward / others / work.per_rank
+    if schedule in V_SHAPED and not splits:
+        missing, is_full = max(work.num_ranks - num_micro, 0), num_micro >= 2 * work.num_ranks
+        return work.backward + (2 * missing - (schedule == "dualpipev" and is_full)) * forward
+    if schedule in _ZERO_BUBBLE and splits:
         half_backward = work.backward / 2 / others / work.per_rank
         missing, missing_more = max(work.num_ranks - num_micro, 0), max(work.num_ranks - 2 * num_micro, 0)
         return others * forward + missing * (forward + half_backward) + missing_more * half_backward

@@ -15,7 +15,7 @@ from closeranks.plan.step_time.model_figures import ModelFigures
 from closeranks.plan.step_time.operation_times import OperationTimes
 from closeranks.plan.step_time.pipeline_bubble import bubble_seconds
 from closeranks.plan.step_time.rank_times import RankTimes, both
-from closeranks.plan.step_time.workload import PlanChoice
+from closeranks.plan.step_time.workload import PlanChoice, backward_splitting
 
 _OFFLOAD_BYTES_PER_S = 20e9
 _OFFLOAD_BYTES = 8.0
@@ -72,7 +72,9 @@ class StepParts:
         yield "tensor communication", blocks * parts.tensor + ends_s
         yield "context communication", blocks * parts.context
         yield "expert communication", blocks * parts.expert
-        yield "pipeline bubble", bubble_seconds(self._ranks.others, self._choice.layout.schedule, self._num_micro)
+        splits = backward_splitting(self._choice, is_traced=self._figures.is_traced) == "split"
+        bubble_s = bubble_seconds(self._ranks.others, self._choice.layout.schedule, self._num_micro, splits=splits)
+        yield "pipeline bubble", bubble_s
         yield "pipeline sends", self._sends_s()
 
     def _sends_s(self) -> float:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from closeranks.core.errors import ConfigError, Problem
 from closeranks.facts.layout import SCHEDULES, Layout
+from closeranks.facts.pipeline.occupancy import BackwardSplitting
 from closeranks.facts.shapes.model_structure import ModelStructure
 from closeranks.facts.shapes.module_trace import ModuleTrace
 from closeranks.facts.shapes.transformer import TransformerShape, flops_per_token, shape_problems
@@ -105,6 +106,13 @@ class PlanChoice:
         """Micro-batches of a step on the data rank that has the most."""
         num_micro = -(-global_batch // self.micro_batch)
         return -(-num_micro // self.layout.data)
+
+
+def backward_splitting(choice: PlanChoice, *, is_traced: bool) -> BackwardSplitting:
+    """What becomes of a backward that a schedule splits ([Note: how a backward is split])."""
+    if choice.compiled or choice.recompute != "none":
+        return "whole"
+    return "split" if is_traced or choice.precision == "fp32" else "late"
 
 
 def choice_problems(workload: Workload, choice: PlanChoice, num_devices: int) -> tuple[Problem, ...]:
