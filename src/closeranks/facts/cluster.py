@@ -169,6 +169,12 @@ def with_devices(cluster: Cluster, num_devices: int) -> Cluster:
     return replace(cluster, num_devices=num_devices, devices_per_host=per_host, rails=rails)
 
 
+def full_hosts(cluster: Cluster, num_devices: int) -> int:
+    """At least so many devices: as many as fill the cluster's hosts."""
+    full = cluster.devices_per_host if cluster.num_hosts > 1 else cluster.device.devices_per_host
+    return num_devices if num_devices <= full else -(-num_devices // full) * full
+
+
 def calibrated(cluster: Cluster, calibration: Calibration) -> Cluster:
     """The cluster with what was measured of one of its hosts; ``ConfigError`` for what another kind of device did."""
     measured, device = calibration.device, cluster.device

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from closeranks.core.errors import ConfigError, UserError
-from closeranks.facts.cluster import with_devices
+from closeranks.facts.cluster import full_hosts, with_devices
 from closeranks.plan.search.costs import CostBasis, PlanCosts, plan_costs
 from closeranks.plan.search.search import Plan, PlanQuestion, search_plans
 
@@ -51,7 +51,7 @@ def _cost_point(question: PlanQuestion, basis: CostBasis, num_devices: int) -> C
 def fewest_devices(question: PlanQuestion) -> Plan | None:
     """The best plan on the fewest devices on which one fits, in doublings of the cluster; None up to 64 times it."""
     for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cluster = with_devices(question.cluster, question.cluster.num_devices << doublings)
+        cluster = with_devices(question.cluster, full_hosts(question.cluster, question.cluster.num_devices << doublings))
         if winner := search_plans(replace(question, cluster=cluster), limit=1).winner:
             return winner
     return None
