@@ -116,6 +116,11 @@ def test_nothing_fits() -> None:
     assert "no plan fits" in done.err
 
 
+def test_where_nothing_fits_more_devices_fill_their_hosts() -> None:
+    """Twice seven devices do not."""
+    assert "On 16 devices" in said(BIG, "--cluster", "7xh100")
+
+
 def test_the_job_it_writes_keeps_the_users_file(tmp_path: Path) -> None:
     out = tmp_path / "planned.toml"
     text = said(TINY, "train.steps=7", "--cluster", "2xcpu", "--out", out)
