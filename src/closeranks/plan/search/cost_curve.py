@@ -51,7 +51,8 @@ def _cost_point(question: PlanQuestion, basis: CostBasis, num_devices: int) -> C
 def fewest_devices(question: PlanQuestion) -> Plan | None:
     """The best plan on the fewest devices on which one fits, in doublings of the cluster; None up to 64 times it."""
     for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cluster = with_devices(question.cluster, full_hosts(question.cluster, question.cluster.num_devices << doublings))
+        num_devices = full_hosts(question.cluster, question.cluster.num_devices << doublings)
+        cluster = with_devices(question.cluster, num_devices)
         if winner := search_plans(replace(question, cluster=cluster), limit=1).winner:
             return winner
     return None
