@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeranks.data.sampling.batch_schedule import BatchSchedule
-from closeranks.sync.balance import GAIN, best_shares, even_shares, rebalanced, step_seconds
+from closeranks.sync.balance import GAIN, best_shares, even_shares, levelled, rebalanced, step_seconds
 
 speeds = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 
@@ -78,6 +78,14 @@ def test_noise_of_a_twentieth_never_moves_the_best_shares(
     for factors in noise:
         measured = [one * factor for one, factor in zip(seconds, factors, strict=False)]
         assert rebalanced(shares, measured, fill=fill) == shares
+
+
+def test_ranks_of_about_the_same_speed_get_the_same_share() -> None:
+    measured = [1.06, 1.0, 0.94, 4.4]
+    assert best_shares(32, measured) == (9, 10, 11, 2)
+    assert rebalanced((8, 8, 8, 8), measured) == (10, 10, 10, 2)
+    assert rebalanced((8, 8, 8, 8), [1.3, 1.0, 0.8, 4.4]) == best_shares(32, [1.3, 1.0, 0.8, 4.4])  # not alike
+    assert levelled([1.0, 4.0, 1.1]) == [1.05, 4.0, 1.05]
 
 
 def _decisions(speeds: Iterable[Sequence[float]], start: tuple[int, ...], seed: int) -> list[tuple[int, ...]]:

@@ -4,15 +4,19 @@ Workers wait for each other at the end of a step (with local SGD: at an outer st
 fewer micro-batches lets all finish together. What gets a share is a data rank, or with local SGD a replica of ``width``
 data ranks. Pure. Invariants: shares are whole micro-batches that add up to those of a step, and every data rank has at
 least one; they change only where that shortens a step by more than a tenth. So they do not change as long as each
-measurement is within a twentieth of a speed for which they are the best.
+measurement is within a twentieth of a speed for which they are the best. Data ranks of about the same speed get about
+the same share, so that shares do not follow the noise of one measurement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 GAIN = 1.1
 """By what factor a step must get shorter: less is within the noise of the measurements."""
+_ALIKE = 1.2
+"""Times that differ by up to this factor may be of ranks of the same speed: each measurement is off by up to a tenth."""
 
 
 def even_shares(num_micro: int, num_replicas: int, width: int = 1) -> tuple[int, ...]:
@@ -37,11 +41,28 @@ def best_shares(num_micro: int, seconds: Sequence[float], width: int = 1, fill: 
     return tuple(shares)
 
 
+def levelled(seconds: Sequence[float]) -> list[float]:
+    """The times with those of about the same speed replaced by their mean."""
+    found, rest = list(seconds), sorted(range(len(seconds)), key=seconds.__getitem__)
+    while rest:
+        alike = [number for number in rest if seconds[number] <= _ALIKE * seconds[rest[0]]]
+        for number in alike:
+            found[number] = mean(seconds[one] for one in alike)
+        rest = rest[len(alike) :]
+    return found
+
+
 def rebalanced(shares: tuple[int, ...], seconds: Sequence[float], width: int = 1, fill: int = 0) -> tuple[int, ...]:
     """The shares from now on: the current ones, unless others are better by more than ``GAIN``."""
     num_micro = sum(shares)
     if min(seconds) <= 0.0 or num_micro < len(shares) * width:  # one was not measured, or there is nothing to move
         return shares
+
+    def step_s(candidate: Sequence[int]) -> float:
+        return step_seconds(candidate, seconds, width, fill)
+
     best = best_shares(num_micro, seconds, width, fill)
-    is_better = step_seconds(shares, seconds, width, fill) > GAIN * step_seconds(best, seconds, width, fill)
-    return best if is_better else shares
+    calm = best_shares(num_micro, levelled(seconds), width, fill)
+    if step_s(calm) <= GAIN * step_s(best) and GAIN * step_s(calm) < step_s(shares):
+        return calm
+    return best if step_s(shares) > GAIN * step_s(best) else shares
