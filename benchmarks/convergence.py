@@ -86,9 +86,9 @@ def compare(name: str, spread: str, args: argparse.Namespace) -> Sequence[Settin
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(comparison(TASKS[name], spread, args.kinds, is_short=args.short))
     result = run_comparison(file, [f"folder={args.folder / file.stem}"])
-    if broken := [row for row in result.table.rows if not row.is_sound]:
+    if broken := [row for row in result.tables[0].rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
-    return result.table.rows
+    return result.tables[0].rows
 
 
 def comparison(task: Task, spread: str, kinds: Sequence[str], *, is_short: bool) -> str:

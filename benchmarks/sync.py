@@ -66,10 +66,10 @@ def compare(part: str, args: argparse.Namespace) -> tuple[tuple[SettingRow, ...]
         asked += (f"seeds={args.seeds}",)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     comparison = run_comparison(_HERE / file, [*words, *asked, f"folder={args.folder / part}"])
-    if broken := [row for row in comparison.table.rows if not row.is_sound]:
+    if broken := [row for row in comparison.tables[0].rows if not row.is_sound]:
         raise UserError("; ".join(f"{row.name}: {row.reason}" for row in broken))
     started = load_history(Path(comparison.outcomes[0].folder)).started
-    return comparison.table.rows, started.num_params if started else 0
+    return comparison.tables[0].rows, started.num_params if started else 0
 
 
 def tell(row: SettingRow) -> dict[str, Any]:

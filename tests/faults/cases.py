@@ -179,3 +179,26 @@ CASES = (
         is_timed=False,
     ),
 )
+
+SERVER_CASES = (
+    Case(
+        ("SIGKILL of a server", "server stopped", "connections of a server cut"),
+        "kill(rank=3, step=3, at=0.5), stop(rank=2, step=8), exception(rank=3, step=13)",
+        settings=(IMPATIENT,),
+        kinds=("killed", "stopped", "exception"),
+        needs=("exception",),
+    ),
+    Case(
+        (f"hang of a server, {FROZEN}", "SIGKILL of both servers", "flipped bit of a server"),
+        "hang(rank=2, step=3), kill2(rank=2, other=3, step=8), bitflip(rank=3, step=13)",
+        settings=(IMPATIENT,),
+        kinds=("stopped", "killed", "killed"),
+    ),
+    Case(
+        ("slow server",),
+        "slow(rank=3, step=3, steps=10, share=0.1)",
+        settings=("elastic.stragglers=report", *SLOW),
+        needs=("slow",),
+    ),
+)
+"""Faults of parameter servers, for the layout that has them: ranks 2 and 3."""

@@ -22,9 +22,9 @@ from typing import Any
 
 from closeranks.core.events import RankLost, RanksClosed, SaveFailed, SlowRank
 from closeranks.elastic.faults.requirements import unavailable_kinds
-from tests.faults.cases import CASES, FAKETIME, Case, false_clock
+from tests.faults.cases import CASES, FAKETIME, SERVER_CASES, Case, false_clock
 from tests.faults.harness import Ran, assert_clean, assert_same, assert_struck, go, wait_for_step
-from tests.faults.jobs import SHAPES
+from tests.faults.jobs import SERVERS, SHAPES
 from tests.faults.rows import AGENT, HEADINGS, Row
 from tests.hosts.drills import HOSTS, drill_hosts
 from tests.hosts.lab import why_not
@@ -35,7 +35,7 @@ _GOAL = (
 
 
 def drill(folder: Path, shape: str, case: Case, calm: Ran) -> list[Row]:
-    where, layout = folder / f"{shape}-{case.names[0].replace(' ', '-')}", SHAPES[shape].layout
+    where, layout = folder / f"{shape}-{case.names[0].replace(' ', '-')}", SHAPES[shape].words
     env, agent_faults = case.env(where), case.agent_faults(where)
     try:
         ran = go(where, shape, *case.settings, faults=case.faults, agent_faults=agent_faults, env=env)
@@ -106,8 +106,8 @@ def drill_agent(folder: Path, shape: str) -> Row:
         assert ran.code == -signal.SIGKILL, ran.said
         assert_clean(ran)
     except AssertionError as error:
-        return Row(AGENT, SHAPES[shape].layout, None, None, None, str(error).splitlines()[0])
-    return Row(AGENT, SHAPES[shape].layout, None, None, None)
+        return Row(AGENT, SHAPES[shape].words, None, None, None, str(error).splitlines()[0])
+    return Row(AGENT, SHAPES[shape].words, None, None, None)
 
 
 def possible(case: Case) -> bool:
@@ -119,12 +119,12 @@ def drill_all(folder: Path, shapes: Sequence[str], only: str) -> list[Row]:
     for shape in shapes:
         calm = go(folder / f"calm-{shape}", shape)
         assert_same(calm, calm)
-        for case in CASES:
+        for case in SERVER_CASES if shape == SERVERS else CASES:
             if only in " ".join(case.names) and possible(case):
                 rows += tell(drill(folder, shape, case, calm))
-        if only in AGENT:
+        if only in AGENT and shape != SERVERS:
             rows += tell([drill_agent(folder, shape)])
-        if only in " ".join(HOSTS) and not why_not():
+        if only in " ".join(HOSTS) and shape != SERVERS and not why_not():
             rows += tell(drill_hosts(folder / f"hosts-{shape}", shape))
     return rows
 

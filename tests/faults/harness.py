@@ -95,7 +95,7 @@ def go(
     """Train the job in ``folder`` to its end. ``meanwhile`` is called with the agent's process and the run's folder."""
     job, how = write_job(folder), SHAPES[shape]
     (folder / "orders").mkdir(exist_ok=True)
-    words = [job, how.num_workers, faults, encode(agent_faults), f"layout={how.layout}", *settings]
+    words = [job, how.num_workers, faults, encode(agent_faults), f"layout={how.layout}", *how.settings, *settings]
     machine = Machine()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(

@@ -57,15 +57,24 @@ class Shape:
 
     layout: str
     num_workers: int
+    settings: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """As in a table."""
+        return f"{self.layout}, 2 servers" if self.settings else self.layout
 
 
+SERVERS = "servers"
 SHAPES = {
     "ddp": Shape("data=4", 4),
     "zero3": Shape("data=3 zero=3", 3),
     "tensor": Shape("data=2 tensor=2", 4),
     "pipeline": Shape("data=2 pipeline=2", 4),
+    SERVERS: Shape("data=4", 4, ("sync.server.count=2",)),
 }
-"""Two micro-batches or more for every data rank: eight are shared out, to three ranks unevenly."""
+"""Two micro-batches or more for every data rank: eight are shared out, to three ranks unevenly. Of four
+ranks with two servers, ranks 2 and 3 are the servers."""
 
 
 def write_job(folder: Path) -> Path:

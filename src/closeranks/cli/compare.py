@@ -32,6 +32,9 @@ A whole compare.toml:
   hosts = 2
   mbit = 100
   delay_ms = 5
+  [[condition]]                    # optional: a table for each
+  name = "one slow worker"
+  faults = "slow(rank=0, step=1, steps=300, share=0.3)"    # as train --faults takes them; rank=-1: the last one
 
 Each run is a `closeranks train` of its own; settings take turns. A setting that fails or diverges is a row of the table
 with its reason. Bytes are counted at the network interface, where root may make a namespace for the run. Written to
@@ -56,5 +59,5 @@ def compare(
     from closeranks.lab.compare.comparison import run_comparison
 
     result = run_comparison(file, tuple(overrides or ()), retry=retry)
-    if not any(row.num_sound for row in result.table.rows):
+    if not any(row.num_sound for table in result.tables for row in table.rows):
         raise typer.Exit(1)

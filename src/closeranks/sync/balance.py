@@ -16,7 +16,7 @@ from statistics import mean
 GAIN = 1.1
 """By what factor a step must get shorter: less is within the noise of the measurements."""
 _ALIKE = 1.2
-"""Times that differ by up to this factor may be of ranks of the same speed: each measurement is off by up to a tenth."""
+"""Times that differ by up to this factor may be of equally fast ranks: each measurement is off by up to a tenth."""
 
 
 def even_shares(num_micro: int, num_replicas: int, width: int = 1) -> tuple[int, ...]:

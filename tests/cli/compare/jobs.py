@@ -40,6 +40,11 @@ name = "replicas"
 name = "zero 1"
 set.layout.zero = 1
 """
+KILLED = """
+[[condition]]
+name = "killed"
+faults = "kill(rank=-1, step=5)"
+"""
 
 
 def write(folder: Path, text: str = HEAD + TWO, job: str = JOB) -> Path:

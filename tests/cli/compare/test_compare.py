@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from closeranks.core.events import RunStarted
+from closeranks.core.events import RankLost, RanksClosed, RunStarted
 from closeranks.lab.compare import namespaces
 from closeranks.telemetry.run_log.recorder import read_events
 from tests.cli.commands import Done, closeranks, marked_processes, started, wait_for_line
-from tests.cli.compare.jobs import HEAD, TWO, write
+from tests.cli.compare.jobs import HEAD, KILLED, TWO, write
 
 WORKERS = """
 [[setting]]
@@ -156,3 +156,46 @@ def test_outside_a_namespace_bytes_are_not_measured_and_that_is_said(tmp_path: P
     assert "Bytes are not measured: isolate = false." in done.out
     assert told(tmp_path / "out")["settings"][0]["bytes_per_step"] is None
     assert "Bytes were not measured: isolate = false." in (tmp_path / "out" / "compare.md").read_text()
+
+
+SERVED = """
+[[setting]]
+name = "all-reduce"
+[[setting]]
+name = "stale servers"
+workers = 3
+set.sync.server = { count = 1, mode = "stale", bound = 1, every = 4 }
+[[condition]]
+name = "undisturbed"
+"""
+
+
+def test_every_setting_under_every_condition(tmp_path: Path) -> None:
+    """A kill is a real one, of the last rank of each setting, and its cost is in the time of training."""
+    file = write(tmp_path, HEAD + SERVED + KILLED)
+    done = compare(file, "seeds=[0]", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    rows = told(tmp_path / "out")["settings"]
+    assert [(row["condition"], row["name"], row["num_sound"]) for row in rows] == [
+        ("undisturbed", "all-reduce", 1),
+        ("undisturbed", "stale servers", 1),
+        ("killed", "all-reduce", 1),
+        ("killed", "stale servers", 1),
+    ]
+    lost = [
+        [event.rank for _, event in read_events(tmp_path / row["runs"][0]["folder"] / "metrics" / "agent.jsonl")
+         if isinstance(event, RankLost)]
+        for row in rows
+    ]  # fmt: skip
+    assert lost == [[], [], [1], [2]]
+    assert rows[0]["staleness"]["mean"] == 0 < rows[1]["staleness"]["mean"]
+    assert rows[2]["final"]["mean"] == pytest.approx(rows[0]["final"]["mean"], rel=1e-6)
+    (run,) = rows[2]["runs"]
+    closed = [
+        event.seconds for _, event in read_events(tmp_path / run["folder"] / "metrics" / "agent.jsonl")
+        if isinstance(event, RanksClosed)
+    ]  # fmt: skip
+    assert run["seconds"] > closed[0]
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert ["## undisturbed" in text, "## killed" in text, "staleness" in text] == [True] * 3
+    assert (tmp_path / "out" / "conditions.png").read_bytes()[:4] == PNG

@@ -16,7 +16,7 @@ from closeranks.lab.compare.config import load_compare
 from closeranks.run.job.ownership import owned_folder
 from tests.cli.calling import call
 from tests.cli.commands import ROOT
-from tests.cli.compare.jobs import HEAD, TWO, write
+from tests.cli.compare.jobs import HEAD, KILLED, TWO, write
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,18 @@ from tests.cli.compare.jobs import HEAD, TWO, write
         (HEAD + TWO, ("targett=1",), "1 problem in compare.toml:\n  targett"),
         (HEAD + TWO, ("network.hosts=2", "workers=3"), "3 workers cannot be spread evenly over 2 hosts. Write 4."),
         (HEAD + TWO, ("network.delay_ms=5.0", "network.mbit=2000.0"), "with a delay, links of more than 500 Mbit/s"),
+        (HEAD + TWO + "[[condition]]\n", (), "a condition has no name"),
+        (HEAD + TWO + 2 * KILLED, (), "2 conditions are called 'killed'. Give each its own name."),
+        (HEAD + TWO + KILLED.replace("step=5", "step=50"), (), "the run has 12 steps only"),
+        (HEAD + TWO + KILLED.replace("-1", "-3"), (), "condition 'killed', setting 'replicas': "),
+        (HEAD + TWO + KILLED.replace("(rank=-1, step=5)", ""), (), "`kill` does not say when"),
+        (HEAD + TWO + KILLED.replace("kill", "kil"), (), "there is no fault `kil`"),
+        (
+            HEAD + TWO + KILLED + "network.hosts = 2\n",
+            (),
+            "cannot be injected, because rank 1 is not on the first host",
+        ),
+        (HEAD + TWO + KILLED + "network.delay_ms = 5\n", (), "condition 'killed': network.mbit: a delay needs"),
         (HEAD + TWO, ("network.delay_ms=5.0",), "a delay needs a bandwidth. Set it, to 500 or less."),
         (
             HEAD + TWO,

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from closeranks.core.events import Evaluated, RunEnded, StepDone
+from closeranks.core.events import Evaluated, RankLost, RanksClosed, RunEnded, StepDone
+from closeranks.elastic.faults.grammar import ParsedFaults
 from closeranks.lab.compare.comparison_plan import ComparisonCase, ComparisonRun
-from closeranks.lab.compare.config import CompareConfig
+from closeranks.lab.compare.config import CompareConfig, ComparisonCondition
 from closeranks.lab.compare.namespaces import sent_bytes
 from closeranks.lab.compare.run_outcome import (
     DIVERGED,
@@ -24,6 +25,7 @@ from closeranks.lab.compare.run_outcome import (
 from closeranks.lab.compare.run_records import RunRecord, last_output
 from closeranks.lab.compare.traffic import bytes_per_step, sent_until, step_times
 from closeranks.run.job.job import Job
+from closeranks.telemetry.run_log.fault_history import TimedEvent, fault_history
 from closeranks.telemetry.run_log.run_history import RunHistory
 
 WELL = RunRecord(0, 1.0)
@@ -38,7 +40,21 @@ def row(*values: float) -> list[MetricPoint]:
 
 
 def test_time_is_what_the_steps_took() -> None:
-    assert [point.at_s for point in points(steps(3.0, 2.0, 1.0), "loss")] == [0.5, 1.0, 1.5]
+    assert [point.at_s for point in points(RunHistory(steps=steps(3.0, 2.0, 1.0)), "loss")] == [0.5, 1.0, 1.5]
+
+
+def test_time_includes_what_faults_cost() -> None:
+    lost, closed = RankLost(rank=1, step=2, detected_s=0.25), RanksClosed(step=2, seconds=2.0, num_redone=1)
+    faults = fault_history([TimedEvent(1.0, lost), TimedEvent(3.0, closed)])
+    history = RunHistory(steps=steps(3.0, 2.0, 1.0), fault_history=faults)
+    assert [point.at_s for point in points(history, "loss")] == [0.5, 0.5 + 0.5 + 2.25, 3.75]
+
+
+def test_a_fault_that_was_not_injected_is_a_failure() -> None:
+    said = "kill(rank=3, step=2) was not injected: the run was over"
+    history = RunHistory(steps=steps(3.0, 2.0))
+    assert end_state(RunRecord(0, 1.0, said=said), history) == (FAILED, said)
+    assert end_state(RunRecord(0, 1.0, said="kill(rank=3, step=2)"), history) == (FINISHED, "")
 
 
 def test_a_target_is_crossed_between_two_points() -> None:
@@ -150,7 +166,7 @@ def test_how_a_run_ended(record: RunRecord, history: RunHistory, state: str, rea
 
 
 def test_what_is_not_a_number_is_no_final_figure() -> None:
-    case = ComparisonCase("plain", (), 2, Job.model_construct())
+    case = ComparisonCase("plain", (), 2, Job.model_construct(), ComparisonCondition(), ParsedFaults())
     seen = steps(*[3.0] * 28, 2.0, math.inf, 1.0)
     outcome = outcome_of(CompareConfig(job="job.toml"), ComparisonRun(case, 0, 0, ""), WELL, RunHistory(steps=seen), {})
     assert outcome.final_loss == 1.5
@@ -162,7 +178,7 @@ def test_what_is_not_a_number_is_no_final_figure() -> None:
 
 
 def test_figures_of_training_and_of_evaluations_stay_apart() -> None:
-    case = ComparisonCase("plain", (), 2, Job.model_construct())
+    case = ComparisonCase("plain", (), 2, Job.model_construct(), ComparisonCondition(), ParsedFaults())
     trained = tuple(StepDone(n, 2.0, seconds=1.0, metrics={"accuracy": 0.8}) for n in (1, 2))
     held_out = Evaluated(2, 2.5, metrics={"accuracy": 0.7, "odd": math.nan})
     told = RunHistory(steps=trained, evals=(held_out,))

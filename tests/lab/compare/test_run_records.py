@@ -53,12 +53,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(plan: ComparisonPlan, place: RunEnvironment) -> None:
-    run_all(plan, place, lambda run, slot, record: "over")
+    run_all(plan, {"": place}, lambda run, slot, record: "over")
 
 
 def told(plan: ComparisonPlan, outcomes: list[ComparisonRunOutcome], uncounted: str = "") -> ComparisonResult:
     table = make_table(plan.compare, outcomes)
-    return ComparisonResult(plan, tuple(outcomes), table, advise(table), uncounted)
+    return ComparisonResult(plan, tuple(outcomes), (table,), advise(table), uncounted)
 
 
 def test_runs_without_bytes_are_run_again_where_bytes_are_counted(plan: ComparisonPlan, ran: list[str]) -> None:

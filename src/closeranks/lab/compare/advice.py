@@ -55,6 +55,11 @@ class AdvicePhrase(NamedTuple):
     """The figure that decided."""
 
 
+def advise_all(tables: Sequence[ResultTable]) -> str:
+    """A sentence for each condition."""
+    return "\n".join(f"{table.condition}: {advise(table)}" if table.condition else advise(table) for table in tables)
+
+
 def advise(table: ResultTable) -> str:
     sound = [row for row in table.rows if row.is_sound]
     if not sound:

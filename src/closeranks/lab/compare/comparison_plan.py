@@ -21,7 +21,9 @@ from closeranks.core.config.origin import COMMAND_LINE
 from closeranks.core.config.overrides import Override, parse_overrides
 from closeranks.core.config.toml.writer import Parts, dotted_key, format_value
 from closeranks.core.errors import ConfigError, Problem, UserError
-from closeranks.lab.compare.config import Changes, CompareConfig, ComparisonSetting, as_user_error
+from closeranks.elastic.faults.fault import check_faults
+from closeranks.elastic.faults.grammar import ParsedFaults, parse_faults
+from closeranks.lab.compare.config import Changes, CompareConfig, ComparisonCondition, ComparisonSetting, as_user_error
 from closeranks.run.job.job import Job, check_workers, load_job
 from closeranks.run.job.launch import num_workers_for
 
@@ -34,17 +36,25 @@ _RESERVED = {
     "train.steps": "All settings have one budget: write [budget] steps.",
     "train.epochs": "All settings have one budget: write [budget] epochs.",
 }
+_RANK_FROM_THE_END = re.compile(r"\b(rank|other)\s*=\s*-\s*(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonCase:
-    """One setting, ready to run."""
+    """One setting under one condition, ready to run."""
 
     name: str
     overrides: tuple[str, ...]
     """All overrides on the command line of a run, except its seed and folder."""
     num_workers: int
     job: Job
+    condition: ComparisonCondition
+    faults: ParsedFaults
+    """Those of the condition, with the ranks of this setting."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.condition.name}" if self.condition.name else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class ComparisonRun:
     @property
     def name(self) -> str:
         again = f"-{self.repeat + 1}" if self.repeat else ""
-        slug = re.sub(r"[^\w.]+", "-", self.case.name).strip("-.") or "setting"
+        slug = re.sub(r"[^\w.]+", "-", self.case.label).strip("-.") or "setting"
         return f"{slug}-seed{self.seed}{again}-{self.key}"
 
 
@@ -75,7 +85,9 @@ class ComparisonPlan:
 def make_plan(compare: CompareConfig, path: Path) -> ComparisonPlan:
     """Refuses everything that can be refused before hours are spent on the first run."""
     job_file = find_job(compare.job, path)
-    cases = tuple(_case(compare, setting, job_file) for setting in compare.setting)
+    cases = tuple(
+        _case(compare, setting, condition, job_file) for condition in compare.conditions for setting in compare.setting
+    )
     folder = Path(compare.folder or Path("runs") / f"compare-{path.stem}").expanduser()
     return ComparisonPlan(compare, job_file, cases, tuple(_interleaved(compare, cases)), folder)
 
@@ -104,7 +116,9 @@ def _leaves(values: Mapping[str, Any], parts: Parts) -> Iterator[tuple[Parts, An
             yield (*parts, key), value
 
 
-def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) -> ComparisonCase:
+def _case(
+    compare: CompareConfig, setting: ComparisonSetting, condition: ComparisonCondition, job_file: Path
+) -> ComparisonCase:
     where = f"setting '{setting.name}'"
     own = [*override_texts(compare.set), *override_texts(setting.set)]
     overrides = (*DEFAULT_OVERRIDES, *own, *_budget(compare))
@@ -112,12 +126,34 @@ def _case(compare: CompareConfig, setting: ComparisonSetting, job_file: Path) ->
         if problems := list(_reserved_problems(own)):
             raise ConfigError(problems)
         job = load_job(job_file, overrides).value
-        num_workers = _workers(compare, setting, job)
+        num_workers = _workers(compare, setting, condition, job)
         if problems := check_workers(job, num_workers):
             raise ConfigError(problems)
     except ConfigError as error:
         raise as_user_error(ConfigError([_without_origin(problem) for problem in error.problems]), where) from None
-    return ComparisonCase(setting.name, overrides, num_workers, job)
+    faults = _faults(condition, setting.name, num_workers, job.train.steps)
+    return ComparisonCase(setting.name, overrides, num_workers, job, condition, faults)
+
+
+def _faults(condition: ComparisonCondition, setting: str, num_workers: int, num_steps: int | None) -> ParsedFaults:
+    """The faults of a condition for a setting with so many workers; whatever cannot be injected is refused."""
+    if not condition.faults.strip():
+        return ParsedFaults()
+    place = f"condition '{condition.name}', setting '{setting}'"
+    text = _RANK_FROM_THE_END.sub(lambda found: f"{found[1]}={num_workers - int(found[2])}", condition.faults)
+    try:
+        found = parse_faults(text)
+        check_faults(found.faults, num_workers, num_steps)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    if found.kinds:
+        raise UserError(f"{place}: `{found.kinds[0]}` does not say when", f"Write {found.kinds[0]}(rank=-1, step=20).")
+    num_here = num_workers // (condition.network.hosts if condition.network else 1)
+    for fault in found.faults:
+        if far := [rank for rank in fault.victims if rank >= num_here]:
+            what = f"{place}: {fault} cannot be injected, because rank {far[0]} is not on the first host"
+            raise UserError(what, f"Ranks 0 to {num_here - 1} are; or remove the condition's network.")
+    return found
 
 
 def _without_origin(problem: Problem) -> Problem:
@@ -125,10 +161,10 @@ def _without_origin(problem: Problem) -> Problem:
     return replace(problem, origin="") if problem.origin == str(COMMAND_LINE) else problem
 
 
-def _workers(compare: CompareConfig, setting: ComparisonSetting, job: Job) -> int:
+def _workers(compare: CompareConfig, setting: ComparisonSetting, condition: ComparisonCondition, job: Job) -> int:
     wanted = setting.workers or compare.workers
-    if compare.network is not None:
-        return wanted or compare.network.hosts
+    if condition.network is not None:
+        return wanted or condition.network.hosts
     return num_workers_for(job, wanted)
 
 
@@ -164,6 +200,7 @@ def _interleaved(compare: CompareConfig, cases: Sequence[ComparisonCase]) -> Ite
 def _key(compare: CompareConfig, case: ComparisonCase, seed: int, repeat: int) -> str:
     job = case.job.model_dump(mode="json")
     job["run"] |= {"seed": seed, "folder": "", "name": ""}
-    network = compare.network.model_dump() if compare.network else None
+    network = case.condition.network.model_dump() if case.condition.network else None
     identity = [job, case.num_workers, seed, repeat, network, compare.budget.seconds, __version__]
+    identity += [str(fault) for fault in case.faults.faults]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]

@@ -69,6 +69,17 @@ class NetworkConfig(ConfigTable):
     """Latency of a packet from one host to another."""
 
 
+class ComparisonCondition(ConfigTable):
+    """What every setting has to cope with: a link, slow workers, kills."""
+
+    name: str = Field(default="", max_length=60)
+    """Its name in the table; empty only if a comparison names no conditions."""
+    faults: str = ""
+    """As `closeranks train --faults` takes them. rank=-1 is the last rank of each setting: a server, if it has any."""
+    network: NetworkConfig | None = None
+    """Its hosts and links; if omitted, those of the comparison."""
+
+
 class CompareConfig(ConfigTable):
     """One job, several settings."""
 
@@ -80,6 +91,8 @@ class CompareConfig(ConfigTable):
     """What all settings change about the job."""
     setting: tuple[ComparisonSetting, ...] = ()
     """``[[setting]]``: the first is the baseline."""
+    condition: tuple[ComparisonCondition, ...] = ()
+    """``[[condition]]``: every setting runs under each, and has a table for each."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each setting runs with each; run.seed of the job is ignored."""
     repeats: int = Field(default=1, ge=1)
@@ -94,11 +107,19 @@ class CompareConfig(ConfigTable):
     """Without [network], as root: run in a network namespace of its own, so that the bytes can be counted."""
     network: NetworkConfig | None = None
 
+    @property
+    def conditions(self) -> tuple[ComparisonCondition, ...]:
+        """Those that runs take place under: one without a name if the file has none."""
+        given = self.condition or (ComparisonCondition(),)
+        return tuple(one.model_copy(update={"network": one.network or self.network}) for one in given)
+
 
 def load_compare(path: Path, overrides: Sequence[str] = ()) -> CompareConfig:
     """The comparison of a file and the command line; reports all problems at once."""
     try:
-        return load(CompareConfig, path, overrides, checks=(check_settings, check_budget, check_network)).value
+        return load(
+            CompareConfig, path, overrides, checks=(check_settings, check_conditions, check_budget, check_network)
+        ).value
     except ConfigError as error:
         raise as_user_error(error, path.name) from None
 
@@ -127,17 +148,32 @@ def check_budget(compare: CompareConfig) -> Iterable[Problem]:
         yield Problem("budget", "both steps and epochs are given", "Remove the one that the job does not count in.")
 
 
+def check_conditions(compare: CompareConfig) -> Iterable[Problem]:
+    names = [condition.name for condition in compare.condition]
+    if "" in names:
+        yield Problem("condition", "a condition has no name", 'Write [[condition]] with name = "equal workers".')
+    for name in dict.fromkeys(name for name in names if name):
+        if names.count(name) > 1:
+            yield Problem("condition", f"{names.count(name)} conditions are called '{name}'", "Give each its own name.")
+
+
 def check_network(compare: CompareConfig) -> Iterable[Problem]:
-    network = compare.network
+    """Of the comparison, and of each condition that has its own."""
+    yield from _network_problems(compare, compare.network, "network")
+    for condition in compare.condition:
+        yield from _network_problems(compare, condition.network, f"condition '{condition.name}': network")
+
+
+def _network_problems(compare: CompareConfig, network: NetworkConfig | None, place: str) -> Iterable[Problem]:
     if network is None:
         return
     if network.delay_ms and not network.mbit:
-        yield Problem("network.mbit", "a delay needs a bandwidth", f"Set it, to {_MAX_DELAYED_MBIT:g} or less.")
+        yield Problem(f"{place}.mbit", "a delay needs a bandwidth", f"Set it, to {_MAX_DELAYED_MBIT:g} or less.")
     if network.delay_ms and network.mbit > _MAX_DELAYED_MBIT:
         what = f"with a delay, links of more than {_MAX_DELAYED_MBIT:g} Mbit/s cannot be sustained on one machine"
-        yield Problem("network.mbit", what, f"Set it to {_MAX_DELAYED_MBIT:g} or less.")
+        yield Problem(f"{place}.mbit", what, f"Set it to {_MAX_DELAYED_MBIT:g} or less.")
     asked = [("workers", compare.workers), *((f"setting '{one.name}'", one.workers) for one in compare.setting)]
-    for place, workers in asked:
+    for where, workers in asked:
         if workers % network.hosts:
             what = f"{workers} workers cannot be spread evenly over {network.hosts} hosts"
-            yield Problem(place, what, f"Write {-(-workers // network.hosts) * network.hosts}.")
+            yield Problem(where, what, f"Write {-(-workers // network.hosts) * network.hosts}.")

@@ -1,4 +1,4 @@
-"""Plots a comparison as two pictures: the losses of all settings, and bars of what they cost.
+"""Plots a comparison: the losses of all settings, bars of what they cost, and all conditions side by side.
 
 Drawn from outcomes and table alone. Invariant: a setting has one colour in all panels; bars start at zero; what was not
 measured or not reached is stated in words in place of its bar. matplotlib is imported only when something is drawn.
@@ -59,7 +59,7 @@ def draw_curves(
         handles, labels, loc="lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9, labelcolor=_INK
     )
     runs_each = max(row.num_runs for row in table.rows)
-    _draw_header(figure, compare, f"{count(runs_each, 'run')} of each setting; thick: their mean")
+    _draw_header(figure, compare, table, f"{count(runs_each, 'run')} of each setting; thick: their mean")
     return _save(figure, path)
 
 
@@ -82,8 +82,52 @@ def draw_bars(path: Path, compare: CompareConfig, table: ResultTable) -> Path:
         _draw_bars(axes, table, pick, text_of, missing)
         axes.set_title(title, loc="left", fontsize=9.5, color=_INK, fontweight="bold", pad=6)
         axes.set_yticks(range(num), [_shorten(row.name) for row in table.rows] if number == 0 else [""] * num)
-    _draw_header(figure, compare, "bars: means; whiskers: from the lowest run to the highest")
+    _draw_header(figure, compare, table, "bars: means; whiskers: from the lowest run to the highest")
     return _save(figure, path)
+
+
+def draw_conditions(path: Path, compare: CompareConfig, tables: Sequence[ResultTable]) -> Path:
+    """Every setting under every condition: speed, time, and the final figure."""
+    first = tables[0]
+    goal = f"seconds to {first.metric} {brief(first.target)}" if first.target is not None else "seconds of training"
+    panels: list[tuple[str, Callable[[SettingRow], RunStat | None]]] = [
+        ("steps a second", lambda row: row.steps_per_s),
+        (goal, _target_or_all(first)),
+        (f"final {first.metric}", lambda row: row.final),
+    ]
+    height = 1.9 + 0.2 * len(tables) * (len(first.rows) + 1)
+    figure = _figure(11.6, height)
+    left = 0.03 + 0.0075 * max(len(_shorten(table.condition)) for table in tables)
+    grid = figure.add_gridspec(
+        1, len(panels), left=left, right=0.985, top=1 - 1.05 / height, bottom=0.6 / height, wspace=0.1
+    )
+    for number, (title, pick) in enumerate(panels):
+        axes = figure.add_subplot(grid[number])
+        _draw_groups(axes, tables, pick)
+        axes.set_title(title, loc="left", fontsize=9.5, color=_INK, fontweight="bold", pad=6)
+        axes.set_yticks(range(len(tables)), [_shorten(one.condition) if number == 0 else "" for one in tables])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
+    _draw_header(figure, compare, None, "bars: means over the runs; a missing bar: not reached, or not finished")
+    return _save(figure, path)
+
+
+def _draw_groups(axes: Any, tables: Sequence[ResultTable], pick: Callable[[SettingRow], RunStat | None]) -> None:
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0, labelsize=9.5, labelcolor=_INK)
+    axes.set_xticks([])
+    axes.set_ylim(len(tables) - 0.5, -0.5)
+    stats = [[(pick(row), _colour(table, row), row.name) for row in table.rows] for table in tables]
+    highest = max((stat.mean for group in stats for stat, _, _ in group if stat), default=0.0) or 1.0
+    axes.set_xlim(0, 1.2 * highest)
+    for y, group in enumerate(stats):
+        size_each = 0.84 / len(group)
+        for place, (stat, colour, name) in enumerate(group):
+            at = y - 0.42 + size_each * (place + 0.5)
+            axes.barh(at, stat.mean if stat else 0.0, height=0.9 * size_each, color=colour, label="" if y else name)
+            if stat is not None:
+                axes.text(stat.mean + 0.01 * highest, at, brief(stat.mean), fontsize=7, color=_INK, va="center")
 
 
 def _target_or_all(table: ResultTable) -> Callable[[SettingRow], RunStat | None]:
@@ -194,15 +238,16 @@ def _style_axes(axes: Any, title: str, label: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_INK, fontweight="bold", pad=7)
 
 
-def _draw_header(figure: Any, compare: CompareConfig, note: str) -> None:
+def _draw_header(figure: Any, compare: CompareConfig, table: ResultTable | None, note: str) -> None:
+    """``table`` None: the picture is of all conditions."""
     height = figure.get_size_inches()[1]
-    where = ""
-    if compare.network is not None:
-        network = compare.network
+    where = f"{table.condition}   ·   " if table and table.condition else ""
+    network = next((one.network for one in compare.conditions if table and one.name == table.condition), None)
+    if network is not None:
         parts = [f"{network.hosts} hosts"]
         parts += [f"{network.mbit:g} Mbit/s"] if network.mbit else []
         parts += [f"{network.delay_ms:g} ms"] if network.delay_ms else []
-        where = ", ".join(parts) + "   ·   "
+        where += ", ".join(parts) + "   ·   "
     name = Path(compare.job).stem
     figure.text(0.012, 1 - 0.25 / height, name, fontsize=14, fontweight="bold", color=_INK, va="center")
     figure.text(0.012, 1 - 0.5 / height, where + note, fontsize=9, color=_QUIET, va="center")

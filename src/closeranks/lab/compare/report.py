@@ -3,7 +3,7 @@
     COMPARISON/compare.md                  the recommendation, the table, the pictures, how to run it again
                compare.json                everything: per setting, per run
                runs.csv                    a line for each run
-               curves.png, bars.png        the pictures
+               curves.png, bars.png        the pictures; with conditions, curves-1.png and so on, and conditions.png
 
 Invariant: the page states the conditions as they were: seeds, network, bytes, machines.
 """
@@ -13,14 +13,17 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from closeranks import __version__
 from closeranks.lab.compare.comparison_plan import ComparisonPlan, override_texts
-from closeranks.lab.compare.plots import draw_bars, draw_curves
+from closeranks.lab.compare.config import ComparisonCondition
+from closeranks.lab.compare.plots import draw_bars, draw_conditions, draw_curves
 from closeranks.lab.compare.result_table import ResultTable, SettingRow
 from closeranks.lab.compare.run_outcome import ComparisonRunOutcome
 from closeranks.lab.compare.run_records import disk_errors_explained
@@ -37,7 +40,8 @@ class ComparisonResult:
 
     plan: ComparisonPlan
     outcomes: tuple[ComparisonRunOutcome, ...]
-    table: ResultTable
+    tables: tuple[ResultTable, ...]
+    """One for each condition."""
     advice: str
     not_counted_reason: str = ""
     """Why bytes were not measured."""
@@ -60,9 +64,12 @@ def outcome_line(outcome: ComparisonRunOutcome) -> str:
 
 
 def print_result(result: ComparisonResult) -> None:
-    headings, rows = headings_and_cells(result.table)
-    right = [name for name in headings if name not in _LEFT]
-    print_table(headings, rows, right=right, droppable=("memory", "x", "cost", "training", "note"))
+    for table in result.tables:
+        if table.condition:
+            typer.echo(f"\n{table.condition}")
+        headings, rows = headings_and_cells(table)
+        right = [name for name in headings if name not in _LEFT]
+        print_table(headings, rows, right=right, droppable=("memory", "x", "cost", "training", "note"))
 
 
 def write_report(result: ComparisonResult) -> list[Path]:
@@ -72,18 +79,28 @@ def write_report(result: ComparisonResult) -> list[Path]:
 
 
 def _write_all(result: ComparisonResult, folder: Path) -> list[Path]:
-    compare, table = result.plan.compare, result.table
-    bars = draw_bars(folder / "bars.png", compare, table)
-    curves = draw_curves(folder / "curves.png", compare, table, result.outcomes)
-    pictures = [path for path in (curves, bars) if path is not None]
+    pictures = list(_draw(result, folder))
     _write(folder / "compare.json", json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
     _write_runs(folder / "runs.csv", result.outcomes)
     _write(folder / "compare.md", markdown_page(result, [path.name for path in pictures]))
     return [folder / "compare.md", *pictures, folder / "compare.json", folder / "runs.csv"]
 
 
+def _draw(result: ComparisonResult, folder: Path) -> Iterator[Path]:
+    compare, tables = result.plan.compare, result.tables
+    if len(tables) > 1:
+        yield draw_conditions(folder / "conditions.png", compare, tables)
+    for position, table in enumerate(tables, 1):
+        again = f"-{position}" if len(tables) > 1 else ""
+        mine = [one for one in result.outcomes if one.condition == table.condition]
+        bars = draw_bars(folder / f"bars{again}.png", compare, table)
+        if curves := draw_curves(folder / f"curves{again}.png", compare, table, mine):
+            yield curves
+        yield bars
+
+
 def as_json(result: ComparisonResult) -> dict[str, Any]:
-    table = result.table
+    table = result.tables[0]
     document = {
         "closeranks": __version__,
         "command": result.command,
@@ -93,17 +110,17 @@ def as_json(result: ComparisonResult) -> dict[str, Any]:
         "baseline": table.baseline.name,
         "metric": table.metric,
         "bytes_not_measured": result.not_counted_reason,
-        "settings": [_setting(result, row) for row in table.rows],
+        "settings": [_setting(result, table, row) for table in result.tables for row in table.rows],
     }
     return _finite(document)  # type: ignore[no-any-return]
 
 
-def _setting(result: ComparisonResult, row: SettingRow) -> dict[str, Any]:
-    (case,) = [case for case in result.plan.cases if case.name == row.name]
-    metric, is_evaluated = result.table.metric, result.table.is_evaluated
-    mine = [one for one in result.outcomes if one.setting == row.name]
-    runs = [{**_flat(one), "final": one.final(metric, is_evaluated=is_evaluated)} for one in mine]
-    return {**asdict(row), "overrides": list(case.overrides), "runs": runs}
+def _setting(result: ComparisonResult, table: ResultTable, row: SettingRow) -> dict[str, Any]:
+    wanted = (row.name, table.condition)
+    (case,) = [case for case in result.plan.cases if (case.name, case.condition.name) == wanted]
+    mine = [one for one in result.outcomes if (one.setting, one.condition) == wanted]
+    runs = [{**_flat(one), "final": one.final(table.metric, is_evaluated=table.is_evaluated)} for one in mine]
+    return {"condition": table.condition, **asdict(row), "overrides": list(case.overrides), "runs": runs}
 
 
 def _flat(outcome: ComparisonRunOutcome) -> dict[str, Any]:
@@ -141,15 +158,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def markdown_page(result: ComparisonResult, pictures: Sequence[str]) -> str:
-    headings, rows = headings_and_cells(result.table)
-    lines = ["| " + " | ".join(headings) + " |", "|" + "".join(_rule(name) for name in headings)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     shown = [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(
         [
-            f"# {Path(result.plan.compare.job).stem}: {len(result.table.rows)} settings compared",
-            result.advice,
-            "\n".join(lines),
+            f"# {Path(result.plan.compare.job).stem}: {len(result.tables[0].rows)} settings compared",
+            result.advice.replace("\n", "\n\n"),
+            *(part for table in result.tables for part in _table_lines(table)),
             conditions(result),
             *shown,
             "\n".join(["## Settings", "", *_settings(result)]),
@@ -158,23 +172,28 @@ def markdown_page(result: ComparisonResult, pictures: Sequence[str]) -> str:
     )
 
 
+def _table_lines(table: ResultTable) -> Iterator[str]:
+    if table.condition:
+        yield f"## {table.condition}"
+    headings, rows = headings_and_cells(table)
+    lines = ["| " + " | ".join(headings) + " |", "|" + "".join(_rule(name) for name in headings)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    yield "\n".join(lines)
+
+
 def _rule(name: str) -> str:
     return "---|" if name in _LEFT else "---:|"
 
 
 def conditions(result: ComparisonResult) -> str:
     """The conditions under which the figures were measured, in a paragraph."""
-    compare, table = result.plan.compare, result.table
+    compare, table = result.plan.compare, result.tables[0]
     seeds = ", ".join(map(str, compare.seeds))
     runs = f"Each setting ran with seeds {seeds}" + (f", {compare.repeats} times each" if compare.repeats > 1 else "")
     parts = [f"{runs}, settings in turns. ± is the standard deviation over the runs that finished."]
     others = [f"{table.baseline.name} is the baseline of `x`, `speed-up` and `above baseline`, seed by seed."]
-    network = compare.network
-    if network is not None:
-        links = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
-        parts.append(
-            f"{network.hosts} hosts (network namespaces), {links}, {network.delay_ms:g} ms between two of them."
-        )
+    parts += [_condition(one) for one in compare.conditions if one.faults or one.network]
+    if any(one.network for one in compare.conditions):
         parts.append("Bytes are those that crossed the links.")
     elif result.not_counted_reason:
         but = ", except in earlier runs" if any(one.bytes_total is not None for one in result.outcomes) else ""
@@ -187,6 +206,17 @@ def conditions(result: ComparisonResult) -> str:
     if len(machines) > 1:
         parts.append(f"Times of different machines are mixed: {'; '.join(machines)}.")
     return " ".join([*parts, *others])
+
+
+def _condition(condition: ComparisonCondition) -> str:
+    """``one slow worker: slow(rank=0, step=1).``"""
+    parts = [f"`{condition.faults.strip()}`"] if condition.faults.strip() else []
+    if network := condition.network:
+        links = f"links of {network.mbit:g} Mbit/s" if network.mbit else "links as fast as the machine"
+        parts.append(
+            f"{network.hosts} hosts (network namespaces), {links}, {network.delay_ms:g} ms between two of them"
+        )
+    return f"{condition.name}: {'; '.join(parts)}." if condition.name else f"{'; '.join(parts)}."
 
 
 def _settings(result: ComparisonResult) -> list[str]:

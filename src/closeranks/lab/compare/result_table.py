@@ -57,6 +57,7 @@ class SettingRow:
     rate_ratio: float | None = None
     """Steps per second, divided by those of the baseline."""
     items_per_s: RunStat | None = None
+    staleness: RunStat | None = None
     bytes_per_step: RunStat | None = None
     bytes_ratio: float | None = None
     seconds: RunStat | None = None
@@ -99,14 +100,24 @@ class ResultTable:
     target: float | None = None
     is_timed: bool = False
     """Whether all settings had the same time, rather than the same steps or epochs."""
+    condition: str = ""
+    """Its name; empty if the comparison names none."""
 
     @property
     def baseline(self) -> SettingRow:
         return self.rows[0]
 
 
-def make_table(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome]) -> ResultTable:
-    """Rows in the order of the settings."""
+def make_tables(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome]) -> tuple[ResultTable, ...]:
+    """One for each condition."""
+    groups = {
+        condition.name: [one for one in outcomes if one.condition == condition.name] for condition in compare.conditions
+    }
+    return tuple(make_table(compare, group, name) for name, group in groups.items())
+
+
+def make_table(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome], condition: str = "") -> ResultTable:
+    """Rows in the order of the settings; ``outcomes`` are those under the condition."""
     target = compare.target
     metric = target.metric if target else "loss"
     sound = [one for one in outcomes if one.is_sound]
@@ -123,6 +134,7 @@ def make_table(compare: CompareConfig, outcomes: Sequence[ComparisonRunOutcome])
         is_evaluated=is_evaluated,
         target=target.value if target else None,
         is_timed=compare.budget.seconds is not None,
+        condition=condition,
     )
 
 
@@ -151,6 +163,7 @@ def _row(
         steps_per_s=stat(lambda one: one.steps_per_s),
         rate_ratio=ratio(lambda one: one.steps_per_s),
         items_per_s=stat(lambda one: one.items_per_s),
+        staleness=stat(lambda one: one.staleness),
         bytes_per_step=stat(lambda one: one.bytes_per_step),
         bytes_ratio=ratio(lambda one: one.bytes_per_step),
         seconds=stat(lambda one: one.seconds),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from closeranks.core.errors import SetupError
+from closeranks.elastic.faults.requirements import unavailable_kinds
 from closeranks.lab.compare.comparison_plan import ComparisonPlan
 from closeranks.lab.compare.config import NetworkConfig
 from closeranks.lab.compare.namespaces import unavailable_reason
@@ -24,12 +25,19 @@ class RunEnvironment:
     """Why bytes are not counted."""
 
 
-def choose_environment(plan: ComparisonPlan) -> RunEnvironment:
-    """Refuses a network that cannot be created, or in which the job could not run.
+def choose_environments(plan: ComparisonPlan) -> dict[str, RunEnvironment]:
+    """By the name of the condition. Refuses faults that cannot be injected here, a network that cannot be created, and
+    one in which the job could not run.
 
     Without a network, the result says why bytes will not be counted, if so.
     """
-    network = plan.compare.network
+    kinds = dict.fromkeys(fault.kind for case in plan.cases for fault in case.faults.faults)
+    for kind, reason in unavailable_kinds(kinds).items():
+        raise SetupError(f"the fault {kind} is not possible here: {reason}", "Remove it, or run as root.")
+    return {condition.name: _environment(plan, condition.network) for condition in plan.compare.conditions}
+
+
+def _environment(plan: ComparisonPlan, network: NetworkConfig | None) -> RunEnvironment:
     remote_url = next((value for case in plan.cases for value in _remote_urls(case.job.model_dump(mode="json"))), "")
     if network is not None:
         if remote_url:

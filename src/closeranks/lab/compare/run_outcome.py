@@ -7,9 +7,11 @@ apart; a figure that was not measured, or is not finite, is None, never 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
+from statistics import median
 
 from closeranks.core.events import Evaluated, StepDone
 from closeranks.lab.compare.comparison_plan import ComparisonRun
@@ -21,6 +23,8 @@ from closeranks.telemetry.run_log.run_history import RunHistory, load_history
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 _DIVERGED_RATIO = 1.2
 """A loss has diverged, though finite, if the mean of its last tenth exceeds this multiple of that of its first."""
+_NOT_INJECTED = re.compile(r"\bnot (be )?injected: ")
+"""In the last line of a run that was to be disturbed, and was not."""
 _MIN_SIDE_STEPS = 2
 """Minimum steps on each side over which a figure is smoothed."""
 
@@ -44,15 +48,19 @@ class ComparisonRunOutcome:
     num_workers: int
     state: str
     """``finished``, ``diverged`` or ``failed``."""
+    condition: str = ""
+    """The name of the condition; empty if the comparison names none."""
     reason: str = ""
     """Why it did not finish, in words."""
     num_steps: int = 0
     seconds: float | None = None
-    """Of training, without evaluations."""
+    """Of training, without evaluations; with the time that faults cost."""
     steps_per_s: float | None = None
     """Without the first step."""
     items_per_s: float | None = None
     """Tokens or samples, over all workers."""
+    staleness: float | None = None
+    """In steps of updates, the mean over the run."""
     bytes_total: int | None = None
     bytes_per_step: float | None = None
     seconds_to_target: float | None = None
@@ -109,7 +117,7 @@ def outcome_of(
 ) -> ComparisonRunOutcome:
     """``times``: the wall-clock time at which each step was reported."""
     state, reason = end_state(record, history)
-    losses = points(history.steps, "loss")
+    losses = points(history, "loss")
     reached = _reached(compare.target, history) if compare.target else None
     seconds = losses[-1].at_s if losses else None
     counted = [step for step in history.steps if step.step not in history.first_steps]
@@ -121,11 +129,13 @@ def outcome_of(
         repeat=run.repeat,
         num_workers=run.case.num_workers,
         state=state,
+        condition=run.case.condition.name,
         reason=reason,
         num_steps=history.steps[-1].step if history.steps else 0,
         seconds=seconds,
         steps_per_s=len(counted) / counted_s if counted_s else None,
         items_per_s=history.throughput().items_per_s,
+        staleness=sum(step.staleness for step in history.steps) / len(history.steps) if history.steps else None,
         bytes_total=record.traffic[-1][1] if record.traffic else None,
         bytes_per_step=bytes_per_step(record.traffic, times),
         seconds_to_target=reached.at_s if reached else None,
@@ -157,6 +167,8 @@ def end_state(record: RunRecord, history: RunHistory) -> tuple[str, str]:
         return FAILED, _first_sentence(detail or record.said or f"exit status {record.exit_code}")
     if not steps:
         return FAILED, "no step was finished"
+    if _NOT_INJECTED.search(record.said):
+        return FAILED, _first_sentence(record.said)
     if history.evals and not math.isfinite(history.evals[-1].loss):
         return DIVERGED, f"its loss in the evaluation after step {history.evals[-1].step} is not finite"
     losses = [step.loss for step in steps]
@@ -180,15 +192,26 @@ def _first_sentence(text: str) -> str:
     return first if len(first) <= 200 else first[:197] + "..."
 
 
-def points(steps: Sequence[StepDone], metric: str) -> list[MetricPoint]:
-    """A figure of every training step, with the training time until then."""
-    elapsed = accumulate(step.seconds for step in steps)
+def points(history: RunHistory, metric: str) -> list[MetricPoint]:
+    """A figure of every training step, with the training time until then, recoveries included."""
+    steps, lost_s = history.steps, _lost_s(history)
+    elapsed = accumulate(step.seconds + lost_s.get(step.step, 0.0) for step in steps)
     values = (step.loss if metric == "loss" else step.metrics.get(metric, math.nan) for step in steps)
     return [MetricPoint(step.step, at_s, value) for step, at_s, value in zip(steps, elapsed, values, strict=True)]
 
 
+def _lost_s(history: RunHistory) -> dict[int, float]:
+    """What faults cost, by the first step that was finished after each."""
+    step_s = median(step.seconds for step in history.steps) if history.steps else 0.0
+    lost: dict[int, float] = {}
+    for fault in history.fault_history.faults:
+        if fault.closed is not None:
+            lost[fault.closed.step] = lost.get(fault.closed.step, 0.0) + fault.lost_s(step_s)
+    return lost
+
+
 def eval_points(history: RunHistory, metric: str) -> list[MetricPoint]:
-    at_s = {point.step: point.at_s for point in points(history.steps, "loss")}
+    at_s = {point.step: point.at_s for point in points(history, "loss")}
     return [MetricPoint(one.step, at_s.get(one.step, 0.0), _value(one, metric)) for one in history.evals]
 
 
@@ -238,7 +261,7 @@ def _reached(target: ComparisonTarget, history: RunHistory) -> MetricPoint | Non
             eval_points(history, target.metric), target.value, higher_is_better=target.higher_is_better
         )
     return first_reaching(
-        smooth(points(history.steps, target.metric)), target.value, higher_is_better=target.higher_is_better
+        smooth(points(history, target.metric)), target.value, higher_is_better=target.higher_is_better
     )
 
 
@@ -255,7 +278,7 @@ def _last(values: Sequence[float]) -> float | None:
 
 def _final_metrics(history: RunHistory) -> dict[str, float]:
     names = history.steps[-1].metrics if history.steps else {}
-    found = {name: _last([point.value for point in points(history.steps, name)]) for name in names}
+    found = {name: _last([point.value for point in points(history, name)]) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -51,17 +51,21 @@ _MAX_SAMPLES = 4000
 
 def run_all(
     plan: ComparisonPlan,
-    environment: RunEnvironment,
+    environments: Mapping[str, RunEnvironment],
     on_done: Callable[[ComparisonRun, ComparisonRunFolder, RunRecord], str],
 ) -> None:
-    """Run what is not finished, and print the outcome of each run as it ends; ``on_done`` returns it as text."""
+    """Run what is not finished, and print the outcome of each run as it ends; ``on_done`` returns it as text.
+
+    ``environments``: by the name of the condition.
+    """
     here = MachineInfo.here()
-    if mixed := mixed_machines([_finished(ComparisonRunFolder(plan, run), environment) for run in plan.runs], here):
+    found = [_finished(ComparisonRunFolder(plan, run), environments[run.case.condition.name]) for run in plan.runs]
+    if mixed := mixed_machines(found, here):
         typer.echo(mixed)
     with _signals_as_exceptions():
         for number, run in enumerate(plan.runs, 1):
-            run_folder = ComparisonRunFolder(plan, run)
-            typer.echo(f"[{number}/{len(plan.runs)}] {run.case.name}, seed {run.seed}: ", nl=False)
+            run_folder, environment = ComparisonRunFolder(plan, run), environments[run.case.condition.name]
+            typer.echo(f"[{number}/{len(plan.runs)}] {run.case.label}, seed {run.seed}: ", nl=False)
             record = _finished(run_folder, environment)
             before = " (from before)" if record is not None else ""
             if record is None:
@@ -167,6 +171,8 @@ def _command(
             token.write_text(secrets.token_hex(32))
         listen = f"{address_of(0)}:{_PORT}"
         command += ["--hosts", str(num_hosts), "--listen", listen, "--token-file", str(token)]
+    if faults := run.case.faults.faults:
+        command += ["--faults", ", ".join(map(str, faults))]
     return [*command, *run.case.overrides, f"run.seed={run.seed}", f"run.folder={run_folder.folder}"]
 
 

@@ -31,6 +31,7 @@ def _cells(table: ResultTable, row: SettingRow, goal: str, final: str) -> dict[s
         "workers": str(row.num_workers) if any(one.num_workers != row.num_workers for one in table.rows) else "",
         "steps/s": _with_spread(row.steps_per_s, brief),
         "x": _times(row.rate_ratio, base),
+        "staleness": brief(row.staleness.mean) if row.staleness and _is_stale(table) else _NONE,
         "bytes/step": size(row.bytes_per_step.mean) if row.bytes_per_step else _NONE,
         "training": _with_spread(row.seconds, duration) if not table.is_timed else "",
         goal: _target_cell(table, row),
@@ -42,6 +43,10 @@ def _cells(table: ResultTable, row: SettingRow, goal: str, final: str) -> dict[s
         "cost to target": brief(row.cost_to_target.mean) if row.cost_to_target else _NONE,
         "note": row.reason,
     }
+
+
+def _is_stale(table: ResultTable) -> bool:
+    return any(row.staleness is not None and row.staleness.mean > 0 for row in table.rows)
 
 
 def _target_cell(table: ResultTable, row: SettingRow) -> str:
