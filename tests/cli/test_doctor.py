@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,9 +90,51 @@ def test_truncated_and_fuzzed_files_cost_what_they_held(tmp_path: Path, seed: in
             content[rng.randrange(1000, len(content))] = rng.randrange(256)
         path.write_bytes(content)
     (folder / "config.json").write_bytes(b"{\xff")
+    for verb in ("doctor", "report", "status"):
+        done = call(verb, folder, cwd=tmp_path)
+        assert done.code == 0
+        assert "Traceback" not in done.out + done.err
+        said = (folder / "report.md").read_text() if verb == "report" else done.out
+        assert "of rank 0's metrics are damaged and left out" in said
+    assert "config.json is missing or damaged" in call("doctor", folder, cwd=tmp_path).out
+
+
+Damage = Callable[[Path], object]
+LOST: dict[str, tuple[Damage, str]] = {
+    "cut off": (
+        lambda folder: os.truncate(folder / "metrics" / "rank-00001.jsonl", 3000),
+        "rank 1 lacks the record of where its time went",
+    ),
+    "no rank 0": (
+        lambda folder: (folder / "metrics" / "rank-00000.jsonl").unlink(),
+        "the metrics of rank 0 are missing",
+    ),
+    "no settings": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    "agent": (
+        lambda folder: (folder / "metrics" / "agent.jsonl").write_bytes(b"\xff\n" * 3),
+        "3 lines of the agent's events are damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
+    folder, (damage, said) = write_run(tmp_path / "run", 0.1), LOST[name]
+    assert "Note:" not in call("doctor", folder, cwd=tmp_path).out
+    damage(folder)
+    (folder / "job.toml").touch()
     done = call("doctor", folder, cwd=tmp_path)
     assert done.code == 0
-    assert "Traceback" not in done.out + done.err
+    assert f"Note: {said}" in done.out
+
+
+def test_a_status_that_is_damaged_is_taken_from_the_metrics_and_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 0.1)
+    assert "Note:" not in call("status", folder, cwd=tmp_path).out
+    (folder / "status.json").write_text('{"at":')
+    done = call("status", folder, cwd=tmp_path)
+    assert f"step {NUM_STEPS}" in done.out
+    assert "Note: status.json cannot be read: this is from the metrics." in done.out
 
 
 def test_a_run_that_recorded_nothing(tmp_path: Path) -> None:

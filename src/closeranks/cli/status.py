@@ -89,6 +89,7 @@ def _unwatched(folder: Path) -> RunStatus:
     from closeranks.telemetry.run_log.run_history import load_history
 
     run, history = RunFolder(folder), load_history(folder)
+    notes = ["status.json cannot be read: this is from the metrics", *history.notes]
     path = run.metrics(0) if run.metrics(0).exists() else run.job
     started = history.started
     return RunStatus(
@@ -103,6 +104,7 @@ def _unwatched(folder: Path) -> RunStatus:
         item=started.item if started else "token",
         account=load_account(folder),
         target=load_target(folder),
+        notes=notes if run.status.exists() else notes[1:],
     )
 
 

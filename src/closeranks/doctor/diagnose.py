@@ -34,6 +34,7 @@ from closeranks.doctor.rules.waiting import (
     uneven_ranks,
 )
 from closeranks.doctor.run_facts import RunFacts
+from closeranks.facts.layout import pluralize
 
 LEAST_STEPS = 5
 """Fewer counted steps than these say nothing about speed."""
@@ -97,7 +98,8 @@ def _missing(facts: RunFacts) -> list[str]:
     if not facts.times:
         return ["no rank recorded where the time of its steps went"]
     if facts.num_steps < LEAST_STEPS:
-        return [f"only {facts.num_steps} steps count (the first of each process does not), too few to judge speed by"]
+        counted = pluralize(facts.num_steps, "step")
+        return [f"how fast it is: only {counted} can be counted (the first of each process cannot), too few to judge"]
     missing = []
     if (unread := facts.started.world_size - len(facts.times)) > 0:
         missing.append(f"{unread} of {facts.started.world_size} ranks were not read")

@@ -10,6 +10,7 @@ from closeranks.doctor.diagnose import Diagnosis
 from closeranks.doctor.finding import FAULT, Finding, SettingChange, milliseconds, percent
 from closeranks.doctor.nccl_log import nccl_json
 from closeranks.doctor.run_facts import RunFacts
+from closeranks.facts.layout import pluralize
 
 _WIDTH = 110
 _LABEL = 10
@@ -37,7 +38,7 @@ def _headline(name: str, facts: RunFacts) -> str:
     layout = f" ({started.layout})" if started.layout else ""
     items = sum(step.items for step in facts.steps) / max(1, len(facts.steps))
     rate = f", {items / facts.step_s:,.0f} {started.item}s/s" if items and facts.step_s else ""
-    return f"{name}: {facts.num_steps} steps of {milliseconds(facts.step_s)} on {workers}{layout}{rate}"
+    return f"{name}: {pluralize(facts.num_steps, 'step')} of {milliseconds(facts.step_s)} on {workers}{layout}{rate}"
 
 
 def _finding_lines(number: int, finding: Finding, facts: RunFacts) -> Iterator[str]:

@@ -56,7 +56,8 @@ def _facts(
         used.setdefault(record.rank, []).append(record.used)
     steps, events = history.steps, _events(history)
     facts = collect_facts(settings.values, steps, phases.steps, history.first_steps, events, used, idle, nccl)
-    return replace(facts, notes=history.notes)
+    unset = () if settings.values else ("config.json is missing or damaged: the settings of the run are not known",)
+    return replace(facts, notes=(*history.notes, *phases.gaps(len(history.starts)), *unset))
 
 
 def _first_lines(paths: Iterable[Path]) -> Iterator[str]:

@@ -114,6 +114,8 @@ class RunStatus:
     """Where the time of all workers went since the run began, earlier commands included."""
     target: LossTarget | None = None
     """The loss that the job wants to reach."""
+    notes: list[str] = field(default_factory=list)
+    """What is missing, in sentences, where this was read from metrics that have gaps."""
 
     @property
     def has_ended(self) -> bool:

@@ -32,6 +32,8 @@ def status_text(status: RunStatus, freshness: StatusFreshness, now: float, price
     if status.happened:
         rows = [f"  {_clock(one.at, now)}  {one.text}" for one in status.happened]
         parts += ["", "last events", *rows]
+    if status.notes:
+        parts += ["", *(f"Note: {note}." for note in status.notes)]
     return "\n".join(parts)
 
 

@@ -29,7 +29,9 @@ _WORDS = {
 }
 
 
-def phase_section(history: PhaseHistory, skipped: frozenset[int] = frozenset(), plot: str = "") -> str:
+def phase_section(
+    history: PhaseHistory, skipped: frozenset[int] = frozenset(), plot: str = "", num_generations: int = 1
+) -> str:
     """A table of the phases of a step, below their ``plot``; empty if none were recorded."""
     rows = history.table(skipped)
     shown = [row for row in rows if row.share >= _SHOWN]
@@ -43,7 +45,8 @@ def phase_section(history: PhaseHistory, skipped: frozenset[int] = frozenset(), 
         *([f"| everything else | {formatting.percent(rest)} | | | |"] if rest > 0 else []),
     ]
     picture = [f"![Time of a step by phase, over the run and for each rank]({plot})", ""] if plot else []
-    return "\n".join(["## Where the time went", "", *picture, *table])
+    notes = [f"\nNote: {gap}." for gap in history.gaps(num_generations)]
+    return "\n".join(["## Where the time went", "", *picture, *table, *notes])
 
 
 def describe(name: str) -> str:

@@ -28,6 +28,7 @@ from closeranks.telemetry.reports.fault_section import fault_section
 from closeranks.telemetry.reports.goodput_section import goodput_section
 from closeranks.telemetry.reports.phase_section import phase_section
 from closeranks.telemetry.reports.resource_section import resource_section
+from closeranks.telemetry.run_log.gaps import lacking_ranks
 from closeranks.telemetry.run_log.phase_history import PhaseHistory, load_phases
 from closeranks.telemetry.run_log.resource_history import ResourceHistory, load_resources
 from closeranks.telemetry.run_log.run_folder import ResolvedSettings, RunFolder
@@ -93,9 +94,9 @@ def compose(
         _failure_section(run, failure),
         plot,
         _table(_figures(run, history, settings)),
-        _notes(history),
+        _notes(run, history),
         findings(settings, history, phases, resources) if findings is not None else "",
-        phase_section(phases, history.first_steps, _name_of(run.phase_plot)),
+        phase_section(phases, history.first_steps, _name_of(run.phase_plot), len(history.starts)),
         _goodput(run, history),
         resource_section(resources, _name_of(run.memory_plot)),
         fault_section(history, failed=bool(failure)),
@@ -111,9 +112,11 @@ def _name_of(picture: Path) -> str:
     return picture.name if picture.exists() else ""
 
 
-def _notes(history: RunHistory) -> str:
+def _notes(run: RunFolder, history: RunHistory) -> str:
     """What of the metrics was not read, or could not be."""
-    return "\n".join(f"Note: {note}." for note in history.notes)
+    num_recorded = sum(path.stat().st_size > 0 for path in (run.metrics(0), *run.other_metrics()) if path.exists())
+    gaps = lacking_ranks(num_recorded, history.started.world_size) if history.started else ()
+    return "\n\n".join(f"Note: {note}." for note in (*history.notes, *gaps))
 
 
 def _goodput(run: RunFolder, history: RunHistory) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from closeranks.core.events import StepPhases, decode
+from closeranks.telemetry.run_log.gaps import lacking_phases
 from closeranks.telemetry.run_log.recorder import parse_line
 from closeranks.telemetry.run_log.run_folder import RunFolder
 from closeranks.telemetry.run_log.step_blocks import StepBlock, append_block
@@ -44,6 +45,10 @@ class PhaseHistory:
     """By rank, then by step; of a long run a sample, evenly spread."""
     blocks: Mapping[int, tuple[StepBlock, ...]] = field(default_factory=dict)
     """By rank: all steps of a long run, summed up in blocks."""
+
+    def gaps(self, num_generations: int) -> tuple[str, ...]:
+        """What ranks did not record, in sentences; of a long run it is not known."""
+        return () if self.blocks else tuple(lacking_phases(self.steps, num_generations))
 
     def means(self, skipped: frozenset[int] = frozenset()) -> dict[int, list[StepPhases]]:
         """By rank, in order: all steps, or the mean step of each block. ``skipped`` as for ``table``, and with them the

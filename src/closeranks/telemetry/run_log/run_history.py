@@ -31,7 +31,8 @@ from closeranks.core.events import (
 )
 from closeranks.telemetry.live.throughput import with_known_flops
 from closeranks.telemetry.run_log.fault_history import FaultHistory, TimedEvent, fault_history
-from closeranks.telemetry.run_log.recorder import parse_line, read_events
+from closeranks.telemetry.run_log.gaps import damaged_lines, lacking_steps
+from closeranks.telemetry.run_log.recorder import lines_of, parse_line, read_events
 from closeranks.telemetry.run_log.run_folder import RunFolder
 from closeranks.telemetry.run_log.step_blocks import StepBlock, append_block, step_figures
 from closeranks.telemetry.run_log.step_reader import RankLog, other_logs
@@ -319,7 +320,7 @@ def load_history(folder: Path, *, all_steps: bool = False) -> RunHistory:
     logs = list(other_logs(run, run.other_metrics()[: _RANKS_SEARCHED - 1]))
     others = [fields for other in logs for fields in _warnings_in(other)]
     history = build_history(_events_of(log), others, agent_events(run))
-    return replace(history, notes=_notes(history, (log, *logs)))
+    return replace(history, notes=(*_notes(history, (log, *logs)), *_gaps(run, history, log)))
 
 
 def _events_of(log: RankLog) -> Iterator[tuple[dict[str, Any], Event | None] | StepBlock]:
@@ -327,6 +328,8 @@ def _events_of(log: RankLog) -> Iterator[tuple[dict[str, Any], Event | None] | S
         for line in stretch.lines:
             if (values := parse_line(line)) is not None:
                 yield values, decode(values)
+            else:
+                log.num_damaged += line.endswith(b"\n")
         if stretch.block is not None:
             yield stretch.block
 
@@ -337,6 +340,20 @@ def _notes(history: RunHistory, logs: Iterable[RankLog]) -> tuple[str, ...]:
         "are of all steps"
     )
     return (*([sample] if history.blocks else []), *(log.note for log in logs if log.note))
+
+
+def _gaps(run: RunFolder, history: RunHistory, log: RankLog) -> Iterator[str]:
+    """What rank 0 and the agent did not record, or what was lost of it."""
+    if not log.path.exists():
+        if run.other_metrics():
+            yield "the metrics of rank 0 are missing: steps, losses and events of the run are not known"
+    elif history.starts or history.steps or log.num_damaged:
+        yield from damaged_lines("rank 0's metrics", log.num_damaged)
+        began_after = history.starts[0].started.first_step if history.starts else None
+        steps = () if history.blocks else [step.step for step in history.steps]
+        yield from lacking_steps(steps, began_after, len(history.starts))
+    num_damaged = sum(parse_line(line) is None and line.endswith(b"\n") for line in lines_of(run.agent))
+    yield from damaged_lines("the agent's events", num_damaged)
 
 
 def agent_events(run: RunFolder) -> Iterator[TimedEvent]:

@@ -53,6 +53,8 @@ class RankLog:
         """All of the file, in order; None if it is read whole."""
         self.note = ""
         """What the index lacks, for people; empty if nothing much."""
+        self.num_damaged = 0
+        """Lines that could not be read, as far as they are counted by who reads them."""
         try:
             if path.stat().st_size > (WHOLE_BYTES if whole_bytes is None else whole_bytes):
                 self._load()
