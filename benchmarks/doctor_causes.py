@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from doctor_places import Place, beside_others, here, limited_cpus, slow_disk, traced, two_hosts
+from doctor_places import Place, beside_others, here, limited_cpus, one_slow_link, slow_disk, traced, two_hosts
 
 _QUICK = ("checkpoint.save=false", "telemetry.report=false", "optim.schedule.name=constant")
 
@@ -96,6 +96,15 @@ PLANTED = (
     Planted("cpu-limit", "cpu-limit", TINY, place=limited_cpus(0.4)),
     Planted("noisy-neighbour", "noisy-neighbour", TINY, place=beside_others(2)),
     Planted("slow-link", "exposed-communication", OWN, place=two_hosts(400), says="gradients travel"),
+    Planted(
+        "slow-host-link",
+        "straggler",
+        OWN,
+        ("train.global_batch=48", "train.micro_batch=16"),
+        3,
+        place=one_slow_link(3, 1000, 100),
+        says="the kind is network",
+    ),
     Planted("tensor-across-hosts", "tensor-across-hosts", TINY, ("layout=tensor=2",), place=two_hosts(1000)),
 )
 

@@ -110,6 +110,15 @@ def traced(command: TrainCommand) -> str:
 
 def two_hosts(mbit: float) -> Place:
     """Half of its workers on each; the link between them carries ``mbit`` in each direction."""
+    return on_hosts(2, mbit)
+
+
+def one_slow_link(num: int, mbit: float, slow_mbit: float) -> Place:
+    """As many hosts with a share of its workers each; what the last one sends is slower."""
+    return on_hosts(num, mbit, slow_mbit)
+
+
+def on_hosts(num_hosts: int, mbit: float, last_mbit: float | None = None) -> Place:
 
     def run(command: TrainCommand) -> str:
         if reason := unavailable_reason(shaped=True):
@@ -118,17 +127,26 @@ def two_hosts(mbit: float) -> Place:
         token, output = (command.folder.with_suffix(suffix) for suffix in (".token", ".txt"))
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        with NamespaceHosts(NetworkConfig(hosts=2, mbit=mbit)) as hosts, output.open("w") as printed:
-            lead, other = hosts.hosts
-            num, where = command.num_workers // 2, f"{address_of(0)}:{_PORT}"
-            options = ("--hosts", "2", "--listen", where, "--token-file", str(token))
-            agent = ["agent", "--join", where, "-n", str(num), "--name", other.name, "--token-file", str(token)]
+        with NamespaceHosts(NetworkConfig(hosts=num_hosts, mbit=mbit)) as hosts, output.open("w") as printed:
+            lead, *others = hosts.hosts
+            if last_mbit is not None:
+                _slow_down(others[-1].init_pid, last_mbit)
+            num, where = command.num_workers // num_hosts, f"{address_of(0)}:{_PORT}"
+            options = ("--hosts", str(num_hosts), "--listen", where, "--token-file", str(token))
             running = lead.start(command.arguments(num, *options), printed)
-            other.start([*_closeranks(), *agent], printed)
+            for other in others:
+                agent = ["agent", "--join", where, "-n", str(num), "--name", other.name, "--token-file", str(token)]
+                other.start([*_closeranks(), *agent], printed)
             running.wait(_TIMEOUT_S)
         return output.read_text(errors="replace")
 
     return run
+
+
+def _slow_down(init_pid: int, mbit: float) -> None:
+    """What a host sends."""
+    shape = f"qdisc replace dev eth0 root tbf rate {mbit:g}mbit burst 64kb latency 50ms"
+    subprocess.run(["nsenter", "--target", str(init_pid), "--net", "tc", *shape.split()], check=True)
 
 
 def _run(command: TrainCommand, group: ControlGroup | None = None) -> str:

@@ -169,6 +169,10 @@ class Resources(Event):
     gpu: dict[str, float] = field(default_factory=dict)
     gpu_throttled_by: list[str] = field(default_factory=list)
     """Why the clocks of the accelerator were lowered at the end of the interval."""
+    address: str = ""
+    """Where this rank sends to other hosts from; empty if it has no connection to any,"""
+    link_bytes_per_s: dict[str, float] = field(default_factory=dict)
+    """and how fast, while it has something to send, by their addresses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from closeranks.core.events import Event, Resources, Warned
 from closeranks.telemetry.resources.cgroup_usage import read_cgroup
 from closeranks.telemetry.resources.gpu_usage import GpuUsage
 from closeranks.telemetry.resources.host_usage import read_host
+from closeranks.telemetry.resources.link_usage import link_speeds, read_links
 from closeranks.telemetry.resources.process_usage import read_process
 from closeranks.telemetry.resources.reading import Reading, used_between
 
@@ -89,10 +90,18 @@ class ResourceSampler:
     def _event(self, before: Mapping[str, Reading], after: Mapping[str, Reading], seconds: float) -> Resources:
         used = {name: used_between(before.get(name, Reading()), reading, seconds) for name, reading in after.items()}
         words = after["gpu"].words if "gpu" in after else ()
-        return Resources(round(seconds, 4), self._host_number, **used, gpu_throttled_by=list(words))
+        links = link_speeds(used.pop("links"), seconds)
+        return Resources(
+            round(seconds, 4),
+            self._host_number,
+            **used,
+            gpu_throttled_by=list(words),
+            address=after["links"].subject,
+            link_bytes_per_s=links,
+        )
 
     def _read(self, *, with_gpu: bool = True) -> dict[str, Reading]:
-        readings = {"process": read_process(), "cgroup": read_cgroup()}
+        readings = {"process": read_process(), "cgroup": read_cgroup(), "links": read_links()}
         if self._reads_host:
             readings["host_wide"] = read_host()
         if with_gpu and self._gpu is not None:

@@ -84,7 +84,7 @@ def collect(events: Iterable[tuple[int, float, Event]]) -> ResourceHistory:
 
 def _is_finite(used: Resources) -> bool:
     """No sampler wrote anything else, but a file may have come from anywhere."""
-    groups = (used.process, used.cgroup, used.host_wide, used.gpu)
+    groups = (used.process, used.cgroup, used.host_wide, used.gpu, used.link_bytes_per_s)
     return all(math.isfinite(value) for value in (used.seconds, *chain.from_iterable(map(dict.values, groups))))
 
 
