@@ -21,8 +21,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from results import Spread, begin, conclude, say
 
+from closeranks.core.errors import UserError
 from telemetry import DEFAULT_SAMPLE_S, GOAL, LANES, SAMPLE_S, Lane
 
 
@@ -48,6 +50,8 @@ ROWS = {
 
 def main() -> None:
     args = _arguments()
+    if not torch.cuda.is_available():
+        raise UserError("there is no GPU here", "benchmarks/telemetry.py measures the same on CPUs.")
     figures = {name: measure(ROWS[name]) for name in (ROWS if args.row == "both" else (args.row,))}
     goal = (
         f"telemetry takes at most {GOAL:.0%} of a step of the host's time; the quartiles of the ratio reach {1 - GOAL}"

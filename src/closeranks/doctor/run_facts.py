@@ -137,6 +137,13 @@ class RunFacts:
                 least[name] += min(one.phases.get(name, 0.0) for one in step)
         return {name: total / max(1, self.num_steps) for name, total in least.items()}
 
+    def sent_each_step(self, phase: str) -> tuple[float, float]:
+        """Collectives of a step and the bytes that a rank sends in them, in the mean over all ranks and steps."""
+        steps = [one for own in self.times.values() for one in own]
+        if not steps:
+            return 0.0, 0.0
+        return fmean(one.calls.get(phase, 0) for one in steps), fmean(one.sent_bytes.get(phase, 0) for one in steps)
+
     def own_s(self, one: StepPhases) -> float:
         """How long a rank was busy with its own work in a step: everything but waiting for other ranks."""
         return sum(spent for name, spent in one.phases.items() if not is_waiting(name))

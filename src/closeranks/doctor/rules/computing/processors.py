@@ -1,4 +1,5 @@
-"""Do workers get less processor time than they could use: from a CPU limit, or because of other programs?
+"""Do workers get less processor time than they could use: from a CPU limit, because of other programs, or because they
+have more threads than there are processors?
 
 The main thread of a worker that could run but has no processor shows as ``run_wait_share``; a limit of the control
 group shows as throttled periods, and what the host uses beyond this run's processes is another program's.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median_low
 
-from closeranks.doctor.finding import Finding, percent
+from closeranks.doctor.finding import Finding, SettingChange, percent
 from closeranks.doctor.run_facts import RunFacts
 
 _WAITS = 0.10
@@ -18,6 +19,8 @@ _THROTTLED = 0.20
 """The share of scheduling periods in which a limit stopped a control group."""
 _NEIGHBOUR = 0.25
 """The share of a host's processors that other programs use."""
+_LESS = 0.5
+"""Fewer threads are expected to save this share of the waiting: a cautious guess."""
 _EXPLAINED = frozenset({"uneven-batches", "exposed-communication"})
 
 
@@ -29,11 +32,11 @@ def find(facts: RunFacts) -> Iterator[Finding]:
     usual = median_low(waits.values())
     if waits[worst] < _WAITS or usual < _WAITS / 2:  # one rank alone is a straggler
         return
-    yield from (
-        _limited(facts, worst, waits[worst])
-        if _throttled(facts, worst) >= _THROTTLED
-        else _neighbour(facts, worst, waits[worst])
-    )
+    if _throttled(facts, worst) >= _THROTTLED:
+        yield from _limited(facts, worst, waits[worst])
+    else:
+        yield from _neighbour(facts, worst, waits[worst])
+        yield from _too_many_threads(facts, worst, waits[worst])
 
 
 def _throttled(facts: RunFacts, rank: int) -> float:
@@ -69,3 +72,22 @@ def _neighbour(facts: RunFacts, rank: int, waits: float) -> Iterator[Finding]:
             gain=waits,
             explains=_EXPLAINED,
         )
+
+
+def _too_many_threads(facts: RunFacts, rank: int, waits: float) -> Iterator[Finding]:
+    threads, ranks = facts.setting("run.threads"), next((one for one in facts.hosts if rank in one), ())
+    num_cpus = int(max((facts.used_mean(one, "host_wide", "num_cpus") for one in ranks), default=0.0))
+    if not isinstance(threads, int) or not num_cpus or threads * len(ranks) <= num_cpus:
+        return
+    yield Finding(
+        "too-many-threads",
+        f"The workers of one host have {threads * len(ranks)} threads for {num_cpus} processors.",
+        (
+            f"run.threads = {threads}, on {len(ranks)} workers",
+            f"rank {rank} could run but had no processor {percent(waits)} of the time",
+        ),
+        "Let all workers of a host together have as many threads as it has processors.",
+        (SettingChange("run.threads", max(1, num_cpus // len(ranks)), threads),),
+        _LESS * waits,
+        _EXPLAINED,
+    )
