@@ -138,11 +138,11 @@ class MemoryEstimator:
             peak = peak_bytes(own_weights(params), reducer, activations, num_micro, count)
             gradients, moving = peak.gradients, [*peak.buffers, *peak.activations]
         else:
-            held = _all_at_once(activations)
+            parts_held = _all_at_once(activations)
             # In a step of one micro-batch gradients appear as activations are freed: never both in full.
             is_late = num_micro == 1 and not convention.has_early_gradients
-            late = min(state.gradients, sum(part.num_bytes for part in held)) if is_late else 0.0
-            gradients, moving = state.gradients - late, [*state.buffers, *held]
+            late = min(state.gradients, sum(part.num_bytes for part in parts_held)) if is_late else 0.0
+            gradients, moving = state.gradients - late, [*state.buffers, *parts_held]
         parts = [
             NamedBytes("weights", round(state.weights)),
             NamedBytes("gradients", round(gradients)),

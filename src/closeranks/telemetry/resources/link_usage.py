@@ -41,7 +41,7 @@ def read_links() -> Reading:
 
 def link_speeds(used: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Bytes per second to each address, from what ``used_between`` makes of two readings."""
-    found = {}
+    found: dict[str, float] = {}
     for name, sent in used.items():
         there = name.removesuffix(_BYTES)
         busy_s = used.get(there + _BUSY_S, 0.0)
