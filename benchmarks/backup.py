@@ -69,11 +69,11 @@ def main() -> None:
 # Samples
 
 
-def counted(folder: Path, steps: int = 64) -> dict[str, Any]:
-    kills = [f"kill(rank={rank}, step={step}, at=0.5)" for rank, step in ((0, 6), (4, 13), (2, 19))]
+def counted(folder: Path, steps: int = 40) -> dict[str, Any]:
+    kills = [f"kill(rank={rank}, step={step}, at=0.5)" for rank, step in ((0, 4), (4, 9))]
     began = time.monotonic()
-    train(folder, 5, steps, ["--faults", ", ".join(kills)], drain_at=26)
-    train(folder, 4, steps, ["checkpoint.resume=auto"], drain_at=46)
+    train(folder, 5, steps, ["--faults", ", ".join(kills)], drain_at=14)
+    train(folder, 4, steps, ["checkpoint.resume=auto"], drain_at=26)
     train(folder, 6, steps, ["checkpoint.resume=auto"])
     log, steps_done = read_samples(folder), done_in(folder)
     taken = Counter((one.of_step, one.micro_batch) for each in log.steps.values() for one in each)
