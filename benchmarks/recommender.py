@@ -8,7 +8,7 @@ Four questions, on processes of this machine and in a network namespace of its o
     bytes   what a touched row costs on the wire, with tables of 10,000 to a billion rows and two sizes of a batch
     ddp     two workers and a server beside two workers of a plain DistributedDataParallel loop with dense gradients
 
-    python benchmarks/recommender.py                    about four minutes; needs root
+    python benchmarks/recommender.py                    about six minutes; needs root
     python benchmarks/recommender.py --only ddp --rounds 3
     python benchmarks/recommender.py --torchrec VENV/bin/python     torchrec as a third in ``ddp``
 
