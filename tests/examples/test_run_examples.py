@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, on two workers."""
+"""Every example runs as its first lines say."""
 
 import json
 import shutil
@@ -18,7 +18,10 @@ FEWER = {
     "digits": ["train.epochs=2"],
     "pairs": ["train.steps=40"],
     "recommender": ["train.epochs=0.5", "data.num_samples=65536"],
+    "recommender_servers": ["train.epochs=0.5", "data.num_samples=65536"],
 }
+NUM_RANKS = {"recommender_servers": 4}
+"""Two where nothing stands here."""
 
 
 def losses(folder: Path) -> list[float]:
@@ -28,13 +31,13 @@ def losses(folder: Path) -> list[float]:
 
 def tiered(name: str) -> Any:
     """The models of these are trained elsewhere, too."""
-    return pytest.param(name, marks=[pytest.mark.slow] * (name in ("digits", "pairs", "recommender")))
+    return pytest.param(name, marks=[pytest.mark.slow] * (name not in ("tiny", "demo")))
 
 
 @pytest.mark.parametrize("name", [tiered(path.stem) for path in sorted(EXAMPLES.glob("*.toml"))])
 def test_a_job_trains(tmp_path: Path, name: str) -> None:
     changes = [*FEWER[name], "run.folder=run", "telemetry.report=false"]
-    done = closeranks("train", EXAMPLES / f"{name}.toml", "-n", 2, *changes, cwd=tmp_path)
+    done = closeranks("train", EXAMPLES / f"{name}.toml", "-n", NUM_RANKS.get(name, 2), *changes, cwd=tmp_path)
     assert done.code == 0, done.err
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
