@@ -21,8 +21,12 @@ from tests.agent.world_forker import Order, WorldForker, open_world_forker
 class _Run:
     """Ranks that take steps of known cost, and what is found."""
 
-    def __init__(self, tracker: StragglerDetector, lanes: Sequence[int], step_s: float = 0.5) -> None:
+    def __init__(
+        self, tracker: StragglerDetector, lanes: Sequence[int], step_s: float = 0.5, num_servers: int = 0
+    ) -> None:
+        """The last ``num_servers`` ranks compute nothing."""
         self._tracker, self._pipeline_ranks, self._step_s = tracker, lanes, step_s
+        self._num_workers = len(lanes) - num_servers
         self._sums = [0.0] * len(lanes)
         self._num = 0
         self._now = 100.0
@@ -46,7 +50,7 @@ class _Run:
                 WorkerPhase.COMPUTE,
                 self._now,
                 compute_sum_s=total,
-                num_timed=self._num,
+                num_timed=self._num if rank < self._num_workers else 0,
                 pipeline_rank=pipeline_rank,
             )
             for rank, (total, pipeline_rank) in enumerate(zip(self._sums, self._pipeline_ranks, strict=True))
@@ -98,6 +102,12 @@ def test_stages_that_are_shared_are_compared_within() -> None:
 
 def test_one_rank_alone_is_compared_with_nobody() -> None:
     assert _Run(StragglerDetector(1.5, 5), [0]).steps(50, 1.0) == []
+
+
+def test_parameter_servers_are_compared_with_nobody_and_hide_nobody() -> None:
+    run = _Run(StragglerDetector(1.5, 20), [0, 0, 0, 0], num_servers=2)
+    assert run.steps(21, 1.0, 2.0, 0.0, 0.0) == [1]
+    assert run.steps(60, 1.0, 1.1, 0.0, 0.0) == []
 
 
 def test_a_new_generation_begins_afresh() -> None:

@@ -3,7 +3,8 @@
 Values in, findings out. Each rank reports its compute time per micro-batch, without waiting; it is compared with the
 median of the other ranks that have the same work. A pipeline stage with a single rank has no such others: its time is
 compared with its own first steps, and that change with the change of the other ranks. There a rank that was slow from
-the start cannot be distinguished from one that has more to do.
+the start cannot be distinguished from one that has more to do. A rank that computes nothing, a parameter server, is
+compared with nobody.
 
 Invariants: a rank is reported when it is slow in every part of ``num_steps`` consecutive steps, and not again until it
 was well for as many; what lasts less than ``SPAN_S`` is attributed to the scheduler and not reported.
@@ -105,14 +106,13 @@ class StragglerDetector:
             }
             return []
         share = max(1, self.num_steps // _SAMPLES)
-        is_due = all(
-            progress.num_timed - self._records[rank].num_timed >= share for rank, progress in progress_of.items()
-        )
-        if not is_due or now - self._sampled_at < _SAMPLE_S:
+        timed = {rank: progress for rank, progress in progress_of.items() if progress.num_timed}  # no parameter server
+        is_due = all(progress.num_timed - self._records[rank].num_timed >= share for rank, progress in timed.items())
+        if not timed or not is_due or now - self._sampled_at < _SAMPLE_S:
             return []
         self._sampled_at = now
-        times = {rank: self._sample(self._records[rank], progress) for rank, progress in progress_of.items()}
-        return self._findings(progress_of, times, now)
+        times = {rank: self._sample(self._records[rank], progress) for rank, progress in timed.items()}
+        return self._findings(timed, times, now)
 
     def _sample(self, record: _Record, progress: WorkerProgress) -> ComputeTime:
         spent_s, steps = progress.compute_sum_s - record.compute_sum_s, progress.num_timed - record.num_timed
