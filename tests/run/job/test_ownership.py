@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -113,7 +116,9 @@ def test_starts_at_the_same_moment_get_a_folder_each(tmp_path: Path) -> None:
     assert len(chosen) == len(set(chosen)) == 10
 
 
-def test_a_run_waits_as_long_as_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_waits_as_long_as_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()  # capsys empties its buffer as it reads: what is written just then would be lost
+    monkeypatch.setattr(sys, "stderr", said)
     with ExitStack() as first:
         first.enter_context(owned_run_folder(job(tmp_path / "run"), "x"))
         given = job(tmp_path / "run", wait_s=60.0, resume="auto")
@@ -125,8 +130,9 @@ def test_a_run_waits_as_long_as_it_is_told_to(tmp_path: Path, capsys: pytest.Cap
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        while "waiting for" not in capsys.readouterr().err:
+        while "waiting for" not in said.getvalue():
             assert waiting.is_alive()
+            time.sleep(0.01)
         assert not taken.is_set()
         first.close()
         waiting.join()

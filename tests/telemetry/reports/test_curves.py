@@ -64,6 +64,9 @@ def test_one_spike_does_not_set_the_axis() -> None:
     assert bounds is not None
     assert bounds.high < 3
     assert axis_limits(curve([math.nan]), curve([math.nan]), is_log=False) is None
+    below = axis_limits(curve([*[1.0] * 20, -3.0, 0.0]), curve([1.0]), is_log=True)
+    assert below is not None
+    assert below.low > 0, "a damaged value is no place on a log axis"
 
 
 def test_rates_are_over_a_window() -> None:

@@ -115,8 +115,10 @@ def wants_log_scale(values: Iterable[float]) -> bool:
 
 
 def axis_limits(raw: StepCurve, smooth: StepCurve, *, is_log: bool) -> AxisLimits | None:
-    """An axis range that holds the smooth line and nearly all raw points; single spikes may be cut off."""
-    values, means = raw.finite(), smooth.finite()
+    """An axis range that holds the smooth line and nearly all raw points; single spikes may be cut off, and what a
+    log axis cannot show is."""
+    means = smooth.finite()
+    values = [value for value in raw.finite() if value > 0 or not is_log]
     if not values:
         return None
     low = min(quantile(values, 0.005), min(means))
