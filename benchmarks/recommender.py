@@ -131,7 +131,7 @@ def auc(folder: Path, num_samples: int) -> dict[str, Any]:
     """Both see the same samples in the same order."""
     batch = 500
     tables = tables_of(features=6, rows=2000, dim=16)
-    tables["data"] |= {"num_samples": num_samples, "max_ids": 2, "eval_fraction": 20_000 / num_samples}
+    tables["data"] |= {"num_samples": num_samples, "max_ids": 2, "eval_fraction": min(0.5, 20_000 / num_samples)}
     tables["train"] = {"steps": num_samples // batch, "global_batch": batch, "micro_batch": 125}
     tables["sync"] = {"server": {"count": 2}}
     found = run_world(served, 4, folder / "auc", tables, "", timeout_s=500)[0]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.world, pytest.mark.timeout(300)]
 )
 def test_servers_that_fail(tmp_path: Path, calm: Calm, case: Case) -> None:
     if not possible(case):
-        pytest.skip("not possible on this machine")
+        pytest.skip(f"this machine lacks what is needed to inject: {case.needs}")
     ran = go(tmp_path, SERVERS, *case.settings, faults=case.faults)
     assert_same(calm(SERVERS), ran)
     assert_struck(ran, *case.kinds)
