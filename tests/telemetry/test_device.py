@@ -1,4 +1,3 @@
-import math
 import time
 
 import pytest
@@ -17,6 +16,7 @@ from closeranks.telemetry.device import (
     pick_size,
     requested_bytes,
 )
+from tests.cost import python_calls
 
 CPU = torch.device("cpu")
 HOST_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
@@ -75,13 +75,7 @@ def test_the_resident_set_grows_with_what_is_held() -> None:
 
 
 def test_asking_for_the_resident_set_is_cheap() -> None:
-    best_s = math.inf
-    for _ in range(10):
-        began_at = time.perf_counter()
-        for _ in range(50):
-            peak_memory_bytes(CPU)
-        best_s = min(best_s, (time.perf_counter() - began_at) / 50)
-    assert best_s < 20e-6
+    assert python_calls(lambda: peak_memory_bytes(CPU)) < 250, "some 50"
 
 
 def test_running_out_of_memory_is_recognised() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import timeit
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from closeranks.run.job.job import load_job
 from closeranks.run.loop import run_session
 from closeranks.telemetry.phase_clock import HostPhaseClock
 from closeranks.testing import run_world
+from tests.cost import python_calls
 from tests.run.generations import TABLES
 from tests.run.small import dataset, events, net, open_session
 
@@ -144,7 +144,7 @@ def test_measuring_costs_little() -> None:
     """Some 30 phases in a step, at 1 us each, are 0.3% of a step of 10 ms."""
     install_clock(HostPhaseClock())
     try:
-        best = min(timeit.repeat(lambda: phase("data.all_reduce").__enter__(), number=1000, repeat=20)) / 1000
+        cost = python_calls(lambda: phase("data.all_reduce").__enter__(), number=200)
     finally:
         install_clock(None)
-    assert best < 10e-6, "ten times what it takes: a busy machine must not fail this"
+    assert cost < 50, "some 10"

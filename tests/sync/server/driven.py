@@ -35,7 +35,7 @@ class Seen:
 
     began: list[float] = field(default_factory=list)
     """By step: when its forward began, on the clock that all processes of a machine share."""
-    pushed: list[float] = field(default_factory=list)
+    pushing: list[float] = field(default_factory=list)
     """By step: when its gradients were complete."""
     versions: list[int] = field(default_factory=list)
     """By step: how many steps of updates its weights lacked."""
@@ -97,9 +97,9 @@ def drive(
                 store.set(f"began/{step}", "")
             elif rank == 0 and ahead and step % every == 1:
                 store.wait([f"began/{step + ahead}"])
+            seen.pushing.append(time.monotonic())
             _backward(reducer, module, 100 * step + rank)
         reducer.finish()
-        seen.pushed.append(time.monotonic())
         if isinstance(reducer, AsynchronousReducer) and is_worker:
             reducer.send_header(1.0, 1.0)
         seen.sums = [gradient.clone() for gradient in reducer.gradients()]
