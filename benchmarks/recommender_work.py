@@ -23,7 +23,7 @@ from closeranks.models.recommender.auc import roc_auc
 from closeranks.optim.lr_schedule import lr_factor
 from closeranks.optim.row_rules import RowAdagrad
 from closeranks.parallel.initialization.materialize import materialize
-from closeranks.run.components.kept_tables import KeptTables
+from closeranks.run.components.sync.kept_tables import KeptTables
 from closeranks.run.job.job import Job, load_job
 from closeranks.sync.rows.row_messages import PULL_PHASE, PUSH_PHASE
 from closeranks.telemetry.run_log.recorder import read_events

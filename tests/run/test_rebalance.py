@@ -16,7 +16,7 @@ from closeranks.core.errors import ConfigError
 from closeranks.core.events import Restored, SharesChanged, StepDone
 from closeranks.facts.layout import Layout
 from closeranks.facts.mesh import Mesh
-from closeranks.run.components.rebalancing import seconds_by_data_rank
+from closeranks.run.components.sync.rebalancing import seconds_by_data_rank
 from closeranks.run.job.job import load_job
 from closeranks.testing import run_world
 from tests.elastic.snapshot_files import shared_memory

@@ -17,7 +17,7 @@ from closeranks.core.errors import CheckpointError
 from closeranks.core.pieces import Piece
 from closeranks.models.llama.hf_conversion import llama_config_from_hf
 from closeranks.run.builder.build import BuiltRun
-from closeranks.run.components.local_sgd import LocalSgd
+from closeranks.run.components.sync.local_sgd import LocalSgd
 from closeranks.run.huggingface.convert import import_hf
 from closeranks.run.job.job import Job, load_job
 from closeranks.run.state.initial_weights import load_weights

@@ -38,22 +38,22 @@ from closeranks.parallel.process_group import RankGroup, WorldGroup, open_world_
 from closeranks.run.builder.context import RunContext, batch_schedule, check_last_step, choose_device
 from closeranks.run.builder.parallelize import ParameterGrouping, make_reducer, parallel_settings
 from closeranks.run.builder.reduction_choice import ReductionChoice, choose_reduction, freeze_step
-from closeranks.run.components.backup_workers import BackupWorkers
 from closeranks.run.components.batches import Batches, check_dataset_lengths
 from closeranks.run.components.component import Component, Components
-from closeranks.run.components.compression_quality import CompressionQuality, GradientCompressionQuality
 from closeranks.run.components.ema import Ema
 from closeranks.run.components.gradient_noise import GradientNoiseScale
-from closeranks.run.components.gradient_sync import GradientSync
-from closeranks.run.components.kept_tables import KeptTables, TableBuilder
-from closeranks.run.components.local_sgd import LocalSgd
 from closeranks.run.components.model import Model, RunningStatistics
 from closeranks.run.components.model_flops import ModelFlops, make_model_flops
 from closeranks.run.components.optimizer import LossScaling, OptimizerStep
-from closeranks.run.components.parameter_servers import ParameterServers
-from closeranks.run.components.rebalancing import Rebalancing
 from closeranks.run.components.resource_use import MemoryRecorder, ResourceUse
 from closeranks.run.components.step_phases import PhaseRecorder
+from closeranks.run.components.sync.backup_workers import BackupWorkers
+from closeranks.run.components.sync.compression_quality import CompressionQuality, GradientCompressionQuality
+from closeranks.run.components.sync.gradient_sync import GradientSync
+from closeranks.run.components.sync.kept_tables import KeptTables, TableBuilder
+from closeranks.run.components.sync.local_sgd import LocalSgd
+from closeranks.run.components.sync.parameter_servers import ParameterServers
+from closeranks.run.components.sync.rebalancing import Rebalancing
 from closeranks.run.components.unused_parameters import UnusedParameters
 from closeranks.run.job.batch_history import BatchHistory
 from closeranks.run.job.job import Job, check_workers, layout_for, micro_batch_size, profile_warning

@@ -118,7 +118,7 @@ def _built_on_meta(job: Job) -> tuple[ModelSpec, nn.Module]:
     import torch
 
     from closeranks.models.build import spec_for
-    from closeranks.run.components.kept_tables import TableBuilder
+    from closeranks.run.components.sync.kept_tables import TableBuilder
 
     spec = spec_for(job.model, seq_len=job.data.seq_len)
     try:

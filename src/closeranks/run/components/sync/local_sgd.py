@@ -35,10 +35,10 @@ from closeranks.run.builder.reduction_choice import (
 )
 from closeranks.run.components.batches import Batches
 from closeranks.run.components.component import Component, Unique
-from closeranks.run.components.compression_quality import CompressionQuality
-from closeranks.run.components.error_feedback import restore_error_feedback
-from closeranks.run.components.gradient_sync import error_feedback_state
 from closeranks.run.components.model import Model, make_state_tensor
+from closeranks.run.components.sync.compression_quality import CompressionQuality
+from closeranks.run.components.sync.error_feedback import restore_error_feedback
+from closeranks.run.components.sync.gradient_sync import error_feedback_state
 from closeranks.run.job.job import Job
 from closeranks.run.state.saved_state import MODEL, SYNC, ReplicaIndex, SavedState
 from closeranks.sync.balance import rebalanced

@@ -26,7 +26,7 @@ from closeranks.parallel.process_group import RankGroup
 from closeranks.run.builder.context import RunContext
 from closeranks.run.components.batches import Batches
 from closeranks.run.components.model import Model
-from closeranks.run.components.parameter_servers import ParameterServers
+from closeranks.run.components.sync.parameter_servers import ParameterServers
 from closeranks.run.state.saved_state import SavedState
 from closeranks.sync.server.backup import BackupBallots, BackupReducer
 from closeranks.sync.server.decisions import Expected

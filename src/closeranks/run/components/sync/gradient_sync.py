@@ -12,7 +12,7 @@ from closeranks.capture.tensors import StateTensor
 from closeranks.core.protocols import ErrorFeedbackTensor, Reducer
 from closeranks.elastic.vote import Verdict
 from closeranks.run.components.component import Component, Unique
-from closeranks.run.components.error_feedback import restore_error_feedback
+from closeranks.run.components.sync.error_feedback import restore_error_feedback
 from closeranks.run.state.saved_state import SYNC, SavedState
 
 
