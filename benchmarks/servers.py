@@ -6,7 +6,7 @@ Three questions, on processes of this machine:
     bound   stale-synchronous with bounds 0, 1 and 4, and asynchronous, under random delays of every worker: the rate
             of steps, the loss, and how far ahead of the slowest a worker was, by the clock of the machine alone
     kills   a server is killed with SIGKILL in the middle of twenty steps; the run ends in the same bits as one that
-            was left alone, and how long until the next step was finished
+            was left alone, and how long until the next step was finished, beside as many ranks that all-reduce
 
     python benchmarks/servers.py                   about five minutes
     python benchmarks/servers.py --only bound --steps 24
@@ -80,24 +80,26 @@ def equal(folder: Path) -> float:
 
 
 class Recorder(Hook):
-    """Delays each worker's steps at random, and notes when they began and when their gradients were complete."""
+    """Delays each worker's steps at random, and notes when they began and when backward did, before anything of the
+    step was sent."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
-        self.pushed: list[float] = []
+        self.pushing: list[float] = []
         self.done: list[StepDone] = []
 
     def on_step(self, session: Session, step: StepDone) -> None:
         self.done.append(step)
 
     def drive(self, session: Session) -> None:
-        finish, draw = session.engine.reducer.finish, random.Random(session.world.rank)
+        begin_backward, draw = session.engine.reducer.begin_backward, random.Random(session.world.rank)
 
-        def noted() -> None:
-            finish()
-            self.pushed.append(time.monotonic())
+        def noted(*words: int, is_last: bool) -> None:
+            if is_last:
+                self.pushing.append(time.monotonic())
+            begin_backward(*words, is_last=is_last)
 
-        session.engine.reducer.finish = noted  # type: ignore[method-assign]
+        session.engine.reducer.begin_backward = noted  # type: ignore[method-assign]
         for step in session:
             self.began.append(time.monotonic())
             if session.world.rank < NUM_WORKERS:
@@ -106,7 +108,7 @@ class Recorder(Hook):
 
 
 def delayed(folder: Path, server: dict[str, Any], steps: int) -> tuple[list[float], list[float], list[Any], float]:
-    """One rank of a run: when its steps began and were pushed, losses and stalenesses, and the last evaluation."""
+    """One rank of a run: when its steps and their pushes began, losses and stalenesses, and the last evaluation."""
     tables = {"sync": {"server": {"count": NUM_SERVERS, "every": steps // 3, **server}}}
     tables["train"] = {"steps": steps, "eval_every": steps, "global_batch": 8, "micro_batch": 2}
     tables["checkpoint"] = {"save": False}
@@ -116,12 +118,12 @@ def delayed(folder: Path, server: dict[str, Any], steps: int) -> tuple[list[floa
     recorder.drive(session)
     evaluated = session.result.eval
     rows = [(done.loss, done.staleness) for done in recorder.done]
-    return recorder.began, recorder.pushed, rows, evaluated.loss if evaluated else float("nan")
+    return recorder.began, recorder.pushing, rows, evaluated.loss if evaluated else float("nan")
 
 
 def bounded(folder: Path, name: str, steps: int) -> dict[str, Any]:
     ranks = run_world(delayed, NUM_WORKERS + NUM_SERVERS, folder, _MODES[name], steps, timeout_s=600)
-    workers = [(began, pushed) for began, pushed, _, _ in ranks[:NUM_WORKERS]]
+    workers = [(began, pushing) for began, pushing, _, _ in ranks[:NUM_WORKERS]]
     began, _, rows, eval_loss = ranks[0]
     figures: dict[str, Any] = {
         "steps_per_s": round((steps - 1) / (max(one[1][-1] for one in workers) - began[1]), 2),
@@ -138,23 +140,17 @@ def bounded(folder: Path, name: str, steps: int) -> dict[str, Any]:
 def ahead(workers: Sequence[tuple[list[float], list[float]]]) -> Iterator[int]:
     """At the beginning of each worker's steps: how many steps the slowest of the others was behind."""
     for number, (began, _) in enumerate(workers):
-        others = [pushed for other, (_, pushed) in enumerate(workers) if other != number]
+        others = [pushing for other, (_, pushing) in enumerate(workers) if other != number]
         for step, at in enumerate(began):
-            yield step - min(sum(time <= at for time in pushed) for pushed in others)
+            yield step - min(sum(time <= at for time in pushing) for pushing in others)
 
 
 def killed(folder: Path, num_kills: int) -> dict[str, Any]:
-    steps = 3 * num_kills + 6
-    settings = [f"sync.server.count={NUM_SERVERS}", f"train.steps={steps}", "elastic.snapshot_every=1"]
-    settings += ["run.deterministic=true", "elastic.max_faults=1000", "elastic.max_host_faults=1000"]
     size = NUM_WORKERS + NUM_SERVERS
-    kills = [
-        f"kill(rank={NUM_WORKERS + number % NUM_SERVERS}, step={3 * number + 3}, at={0.1 * (number % 8) + 0.1:.1f})"
-        for number in range(num_kills)
-    ]
-    calm = train(folder / "calm", size, settings)
-    struck = train(folder / "struck", size, [*settings, "--faults", ", ".join(kills)])
-    closed = [line for line in lines_of(struck / "metrics" / "agent.jsonl") if line["event"] == "ranks_closed"]
+    served = [f"sync.server.count={NUM_SERVERS}", "run.deterministic=true", *_long_enough(num_kills)]
+    calm = train(folder / "calm", size, served)
+    struck, seconds = recoveries(folder / "struck", served, [NUM_WORKERS + n % NUM_SERVERS for n in range(num_kills)])
+    _, without = recoveries(folder / "without", _long_enough(num_kills), [n % size for n in range(num_kills)])
     same = [path.name for path in sorted((calm / "checkpoints").glob("step-*"))][-1]
     command = [
         sys.executable,
@@ -165,9 +161,28 @@ def killed(folder: Path, num_kills: int) -> dict[str, Any]:
         *(str(run / "checkpoints" / same) for run in (calm, struck)),
     ]
     is_equal = subprocess.run(command, capture_output=True).returncode == 0 and losses(calm) == losses(struck)
-    spread = Spread.of(line["seconds"] for line in closed)
-    say(f"{len(closed)} of {num_kills} kills recovered, the next step finished after {spread.words(2)} s")
-    return {"num_recovered": len(closed), "is_bit_equal": is_equal, "seconds": spread.fields(2)}
+    spread, control = Spread.of(seconds), Spread.of(without)
+    say(f"{len(seconds)} of {num_kills} kills recovered, the next step finished after {spread.words(2)} s")
+    say(f"as many ranks that all-reduce: {control.words(2)} s")
+    return {
+        "num_recovered": len(seconds),
+        "is_bit_equal": is_equal,
+        "seconds": spread.fields(2),
+        "seconds_without_servers": control.fields(2),
+    }
+
+
+def _long_enough(num_kills: int) -> list[str]:
+    return [f"train.steps={3 * num_kills + 6}", "elastic.snapshot_every=1"]
+
+
+def recoveries(folder: Path, settings: Sequence[str], ranks: Sequence[int]) -> tuple[Path, list[float]]:
+    """A run in which these ranks are killed, one every third step: seconds until the next step was finished."""
+    kills = [f"kill(rank={rank}, step={3 * n + 3}, at={0.1 * (n % 8) + 0.1:.1f})" for n, rank in enumerate(ranks)]
+    limits = ["elastic.max_faults=1000", "elastic.max_host_faults=1000"]
+    train(folder, NUM_WORKERS + NUM_SERVERS, [*settings, *limits, "--faults", ", ".join(kills)])
+    events = lines_of(folder / "metrics" / "agent.jsonl")
+    return folder, [line["seconds"] for line in events if line["event"] == "ranks_closed"]
 
 
 def train(folder: Path, size: int, settings: Sequence[str]) -> Path:
