@@ -52,18 +52,18 @@ format: install
 servers:
 	@sh tests/servers.sh
 
-# Tests that failed beside others run once more, alone: what fails again fails the run, and both outputs stay.
-AGAIN = { echo "Once more, alone, what has failed:"; $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 3
+# After tests that failed beside others (exit status 1, nothing else): those alone. What fails again fails the run.
+FAILED_AGAIN = test $$? = 1 && $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 3
 
 # Each file on one process; three of them on two cores, since many tests mostly wait.
 test: lint servers
 	$(PYTEST) -m "not slow and not gpu" -n 3 --dist loadfile --no-loadscope-reorder --durations=60 \
-	  || $(AGAIN) -m "not slow and not gpu"; }
+	  || { $(FAILED_AGAIN) -m "not slow and not gpu"; }
 
 # With make test on every commit, five commits run every test; tests/parts.py balances the parts by measured seconds.
 test-part: install servers
 	@$(PYTEST) --part $(or $(PART),auto) -m "slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=20 \
-	  || $(AGAIN) --part $(or $(PART),auto) -m "slow and not gpu"; }
+	  || { $(FAILED_AGAIN) --part $(or $(PART),auto) -m "slow and not gpu"; }
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not gpu"
