@@ -8,7 +8,7 @@ Three questions, on processes of this machine:
     kills   a server is killed with SIGKILL in the middle of twenty steps; the run ends in the same bits as one that
             was left alone, and how long until the next step was finished, beside as many ranks that all-reduce
 
-    python benchmarks/servers.py                   about five minutes
+    python benchmarks/servers.py                   about eight minutes
     python benchmarks/servers.py --only bound --steps 24
 """
 
@@ -147,10 +147,11 @@ def ahead(workers: Sequence[tuple[list[float], list[float]]]) -> Iterator[int]:
 
 def killed(folder: Path, num_kills: int) -> dict[str, Any]:
     size = NUM_WORKERS + NUM_SERVERS
-    served = [f"sync.server.count={NUM_SERVERS}", "run.deterministic=true", *_long_enough(num_kills)]
+    plain = [f"train.steps={3 * num_kills + 6}", "elastic.snapshot_every=1", "run.deterministic=true"]
+    served = [*plain, f"sync.server.count={NUM_SERVERS}"]
     calm = train(folder / "calm", size, served)
     struck, seconds = recoveries(folder / "struck", served, [NUM_WORKERS + n % NUM_SERVERS for n in range(num_kills)])
-    _, without = recoveries(folder / "without", _long_enough(num_kills), [n % size for n in range(num_kills)])
+    _, without = recoveries(folder / "without", plain, [n % size for n in range(num_kills)])
     same = [path.name for path in sorted((calm / "checkpoints").glob("step-*"))][-1]
     command = [
         sys.executable,
@@ -170,10 +171,6 @@ def killed(folder: Path, num_kills: int) -> dict[str, Any]:
         "seconds": spread.fields(2),
         "seconds_without_servers": control.fields(2),
     }
-
-
-def _long_enough(num_kills: int) -> list[str]:
-    return [f"train.steps={3 * num_kills + 6}", "elastic.snapshot_every=1"]
 
 
 def recoveries(folder: Path, settings: Sequence[str], ranks: Sequence[int]) -> tuple[Path, list[float]]:
