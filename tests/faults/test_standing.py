@@ -67,6 +67,7 @@ def test_a_rank_that_never_comes_is_named_with_its_line(tmp_path: Path, misdeed:
     events, out, report = stand_still(tmp_path, misdeed)
     found = told(events)
     assert (found.rank, found.kind) == (1, kind), found
+    assert FLOOR_S < found.seconds < FLOOR_S + 2.0, "how long all stood still when it was told"
     assert not mark or line(mark) in found.cause, found.cause
     assert [event.rank for event in events if isinstance(event, RankLost)] == [1]
     assert any("waiting for rank 1 in all_reduce float32[1]" in text for text in found.lines), found.lines

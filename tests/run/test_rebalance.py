@@ -232,7 +232,8 @@ def test_what_cannot_be_rebalanced_is_refused(tables: Tables, said: str, fix: st
 
 def test_what_can_be_rebalanced_is_accepted() -> None:
     for layout in ({"zero": 3, "hold": "step"}, {"zero": 2, "hold": "step"}, {"zero": 1}, {"tensor": 2, "pipeline": 2}):
-        load_job(None, extra={**TINY, "elastic": {"stragglers": "rebalance"}, "layout": layout})
+        job = load_job(None, extra={**TINY, "elastic": {"stragglers": "rebalance"}, "layout": layout}).value
+        assert job.elastic.stragglers == "rebalance"
 
 
 def test_the_slowest_rank_of_a_data_rank_counts_and_all_must_be_measured() -> None:

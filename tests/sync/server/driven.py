@@ -36,7 +36,7 @@ class Seen:
     began: list[float] = field(default_factory=list)
     """By step: when its forward began, on the clock that all processes of a machine share."""
     pushing: list[float] = field(default_factory=list)
-    """By step: when its gradients were complete."""
+    """By step: when its backward began, before anything of the step was sent."""
     versions: list[int] = field(default_factory=list)
     """By step: how many steps of updates its weights lacked."""
     applied: list[tuple[int, float]] = field(default_factory=list)

@@ -35,14 +35,16 @@ def test_a_bound_of_zero_is_synchronous_in_every_bit() -> None:
 
 
 def assert_bounded(workers: list[Seen], bound: int) -> int:
-    """By the clock alone: no worker began a step before all others had the gradients of those that it may not lack.
-    Returns how far ahead of the slowest any worker was seen to be."""
+    """By the clock alone: no worker began a step before all others had begun backward in every step that it may not
+    lack. Returns how far ahead of the slowest any worker was seen to be."""
     furthest = 0
     for number, seen in enumerate(workers):
         for step, began in enumerate(seen.began):
             for other in workers[:number] + workers[number + 1 :]:
                 done = sum(pushing <= began for pushing in other.pushing)
-                assert done >= step - bound, f"worker {number} began step {step} when another had made {done}"
+                assert done >= step - bound, (
+                    f"worker {number} began step {step} when another had begun {done} backwards"
+                )
                 furthest = max(furthest, step - done)
     return furthest
 
